@@ -1,0 +1,112 @@
+"""One paged pool for everything a sequence keeps: the target's K and V, the sparse layers' index K, and the draft's K and V.
+
+A page holds one sparse block of `page_size` slots, in every tensor under the same page id: whatever shares, moves or frees a page does it
+for all of them. Shapes: L layers, P pages, B slots in a page, K kv heads, D head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from target_model.batch import Batch
+from target_model.config import M3Config
+
+
+@dataclass(frozen=True)
+class DraftKVShape:
+    """What a draft layer keeps for one token."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's view of the pool: k and v [P, B, K, D]; index_k [P, B, D] on sparse layers, else None."""
+
+    k: Tensor
+    v: Tensor
+    index_k: Tensor | None
+
+
+class PagedCache:
+    """The pool behind all layers of a target and, when asked, of its draft.
+
+    k, v [L, P, B, K, D]; index_k [sparse layers, P, B, D]; draft_k, draft_v [P, B, draft K, draft D] or None.
+    """
+
+    def __init__(
+        self,
+        config: M3Config,
+        pages: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        draft: DraftKVShape | None = None,
+    ):
+        def pool(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        block, heads, dim = config.block_size, config.num_kv_heads, config.head_dim
+        self.page_size, self.num_pages = block, pages
+        self._sparse_ordinal = {layer: n for n, layer in enumerate(i for i, s in enumerate(config.sparse_layers) if s)}
+        self.k = pool(config.num_layers, pages, block, heads, dim)
+        self.v = pool(config.num_layers, pages, block, heads, dim)
+        self.index_k = pool(len(self._sparse_ordinal), pages, block, config.index_dim)
+        self.draft_k = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
+        self.draft_v = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
+
+    def layer(self, layer: int) -> LayerCache:
+        """The target's 0-based layer `layer`."""
+        ordinal = self._sparse_ordinal.get(layer)
+        return LayerCache(self.k[layer], self.v[layer], None if ordinal is None else self.index_k[ordinal])
+
+    def draft(self) -> LayerCache:
+        """The draft's one layer. The row of the token at position t lies in slot t; slot 0 holds nothing."""
+        return LayerCache(self.draft_k, self.draft_v, None)
+
+    def commit(self, batch: Batch, path_RM: Tensor) -> None:
+        """Moves the target's rows of accepted nodes behind the root: node path[r, m] goes to slot committed[r] + 1 + m.
+
+        `path_RM` int64 holds node numbers, root excluded, in order of depth, padded with -1. Source and destination overlap; a gather
+        finishes before its scatter begins, so every row is read before any is written. The draft's guessed rows are not moved.
+        """
+        sources, targets = commit_slots(batch, path_RM)
+        for pool in (self.k, self.v, self.index_k):
+            flat = pool.flatten(1, 2)
+            flat[:, targets] = flat[:, sources]
+
+    def bytes_per_token(self) -> int:
+        """Bytes one token takes over all layers, draft included."""
+        pools = [self.k, self.v, self.index_k] + ([self.draft_k, self.draft_v] if self.draft_k is not None else [])
+        return sum(pool.numel() * pool.element_size() for pool in pools) // (self.num_pages * self.page_size)
+
+
+class TransientCache:
+    """Storage of a single layer that every layer uses in turn: a prefill from position 0 reads no other layer's keys."""
+
+    def __init__(self, config: M3Config, pages: int, *, dtype: torch.dtype, device: torch.device | str):
+        block, heads, dim = config.block_size, config.num_kv_heads, config.head_dim
+        self.page_size, self.num_pages = block, pages
+        self._sparse = config.sparse_layers
+        self._k = torch.zeros(pages, block, heads, dim, dtype=dtype, device=device)
+        self._v = torch.zeros_like(self._k)
+        self._index_k = torch.zeros(pages, block, config.index_dim, dtype=dtype, device=device)
+
+    def layer(self, layer: int) -> LayerCache:
+        return LayerCache(self._k, self._v, self._index_k if self._sparse[layer] else None)
+
+
+def commit_slots(batch: Batch, path_RM: Tensor) -> tuple[Tensor, Tensor]:
+    """Physical slots (sources, targets) of the rows that `commit` moves; rows already in place are left out."""
+    moves = torch.arange(path_RM.shape[1], device=path_RM.device)
+    live = (path_RM >= 0) & (path_RM != moves + 1)
+    committed = batch.committed[:, None].long()
+    sequence = torch.arange(path_RM.shape[0], device=path_RM.device)[:, None].expand_as(path_RM)[live]
+
+    def physical(slots_RM: Tensor) -> Tensor:
+        slots = slots_RM[live]
+        return batch.block_table[sequence, slots // batch.page_size].long() * batch.page_size + slots % batch.page_size
+
+    return physical(committed + path_RM), physical((committed + 1 + moves).expand_as(path_RM))
