@@ -1,0 +1,1 @@
+"""Training recipes (YAML) and draft shapes (JSON), installed as package data."""

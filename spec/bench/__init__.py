@@ -1,0 +1,1 @@
+"""Measurements of a draft, a target and their kernels."""

@@ -1,0 +1,1 @@
+"""The commands of `spec`, one file for each group. Heavy modules are imported inside the commands."""
