@@ -6,7 +6,8 @@ or the nodes of a tree, where slot and position differ.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Batch:
     row_counts      rows of each sequence, on the host
     max_context     largest slot count, committed and scratch, of any sequence, on the host: bounds the kernels' grids
     page_size       slots in a page = tokens in a sparse block
+    derived         what kernels work out from the fields above once for all layers (masks, tile lists), by name
     """
 
     token_ids: Tensor
@@ -43,6 +45,7 @@ class Batch:
     row_counts: tuple[int, ...]
     max_context: int
     page_size: int
+    derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,85 @@
+"""The operations of target and draft that have kernels, and the one place that chooses an implementation.
+
+Triton on CUDA, the plain PyTorch reference elsewhere. The environment variable SPEC_KERNELS (`triton` or `reference`) overrules that; tests
+set `override` instead. Both kinds have the same names and signatures: `x.py` beside `x_ref.py`, where each is documented.
+
+Shapes: T rows, Q query heads, K kv heads, J index heads, D head dim, P pages, B slots in a page, N chosen blocks or experts, E experts,
+I expert width, H hidden.
+"""
+
+import functools
+import importlib
+import os
+from types import ModuleType
+
+from torch import Tensor
+
+from target_model.batch import Batch
+
+override: str | None = os.environ.get("SPEC_KERNELS")
+
+
+def _implementation(module: str, operand: Tensor) -> ModuleType:
+    choice = override or ("triton" if operand.is_cuda else "reference")
+    return _module(module, choice)
+
+
+@functools.cache
+def _module(module: str, choice: str) -> ModuleType:
+    if choice not in ("triton", "reference"):
+        raise ValueError(f"SPEC_KERNELS must be triton or reference, not {choice!r}")
+    return importlib.import_module(f"target_model.kernels.{module}" + ("" if choice == "triton" else "_ref"))
+
+
+def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, batch: Batch) -> None:
+    """Stores the rows' keys and values in their slots."""
+    _implementation("write_kv", k_TKD).write_kv(k_TKD, v_TKD, k_pool_PBKD, v_pool_PBKD, batch)
+
+
+def write_index_k(index_k_TD: Tensor, pool_PBD: Tensor, batch: Batch) -> None:
+    """Stores the rows' index keys in their slots."""
+    _implementation("write_kv", index_k_TD).write_index_k(index_k_TD, pool_PBD, batch)
+
+
+def paged_attention(
+    q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, batch: Batch, scale: float, first_slot: int = 0
+) -> Tensor:
+    """Softmax attention over the visible keys in slots >= first_slot, [T, Q, D]."""
+    kernel = _implementation("paged_attention", q_TQD).paged_attention
+    return kernel(q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, first_slot)
+
+
+def select_blocks(
+    index_q_TJD: Tensor, index_k_pool_PBD: Tensor, batch: Batch, top_k: int, init_blocks: int, local_blocks: int
+) -> Tensor:
+    """The blocks each row's index heads choose: int32 [T, J, top_k], ascending, -1 behind the last."""
+    kernel = _implementation("select_blocks", index_q_TJD).select_blocks
+    return kernel(index_q_TJD, index_k_pool_PBD, batch, top_k, init_blocks, local_blocks)
+
+
+def sparse_attention(
+    q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, blocks_TKN: Tensor, batch: Batch, scale: float
+) -> Tensor:
+    """Softmax attention over the visible keys of the chosen blocks, [T, Q, D]."""
+    kernel = _implementation("sparse_attention", q_TQD).sparse_attention
+    return kernel(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)
+
+
+def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Weights fp32 [T, N], which sum to `scale`, and ids int64 [T, N] of each row's experts."""
+    return _implementation("moe", x_TH).route(x_TH, gate_EH, bias_E, top_k, scale)
+
+
+def grouped_experts(
+    x_TH: Tensor,
+    w13_E2IH: Tensor,
+    w2_EHI: Tensor,
+    weights_TN: Tensor,
+    experts_TN: Tensor,
+    alpha: float,
+    limit: float,
+    beta: float,
+) -> Tensor:
+    """The weighted sum of each row's experts, [T, H]."""
+    kernel = _implementation("moe", x_TH).grouped_experts
+    return kernel(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta)

@@ -1,0 +1,152 @@
+"""MiniMax-M3's language model over a paged cache, frozen: for serving, and for capturing what a draft learns from.
+
+Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A = taps * H, J index heads, N chosen blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from target_model.attention import Attention
+from target_model.batch import Batch
+from target_model.cache import LayerCache, PagedCache, TransientCache
+from target_model.config import M3Config
+from target_model.errors import UserError
+from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary
+from target_model.moe import MixtureOfExperts
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass hands back.
+
+    final_state [T, H]  after the final norm: the output head applies directly
+    aux [T, A]          the residual stream entering each tapped layer, concatenated in the order of the taps; [T, 0] without taps
+    """
+
+    final_state: Tensor
+    aux: Tensor
+
+
+@dataclass
+class Recorder:
+    """Collects the inside of one forward pass.
+
+    hidden_states  [T, H] each: entry i is the residual stream entering layer i, the last entry what leaves the last layer
+    blocks         by layer: int32 [T, J, N], the block ids chosen there, ascending, -1 behind the last
+    """
+
+    hidden_states: list[Tensor] = field(default_factory=list)
+    blocks: dict[int, Tensor] = field(default_factory=dict)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: M3Config, layer: int, dtype: torch.dtype):
+        super().__init__()
+        self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = Attention(config, layer, dtype)
+        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        moe = config.moe_layers[layer]
+        self.mlp = MixtureOfExperts(config, dtype) if moe else DenseMLP(config, config.dense_width, dtype)
+
+    def forward(
+        self,
+        x_TH: Tensor,
+        batch: Batch,
+        cache: LayerCache,
+        rotary: Rotary,
+        cos_sin: tuple[Tensor, Tensor],
+        blocks_TJN: Tensor | None,
+        need_blocks: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        normed = self.input_layernorm(x_TH)
+        attended, blocks_TJN = self.attention(normed, batch, cache, rotary, cos_sin, blocks_TJN, need_blocks)
+        x_TH = x_TH + attended
+        return x_TH + self.mlp(self.post_attention_layernorm(x_TH)), blocks_TJN
+
+
+class TargetModel(nn.Module):
+    """The frozen target. Built without storage; `materialise` gives it (uninitialised) storage, `checkpoint.py` fills it."""
+
+    def __init__(self, config: M3Config, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+            self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
+            self.norm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            self.rotary = Rotary(config)
+        self.requires_grad_(False)
+        self.eval()
+
+    def materialise(self, device: torch.device | str) -> None:
+        """Allocates every parameter on `device`, with whatever the memory holds."""
+        self.to_empty(device=device)
+        self.rotary.reset_tables()
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head.weight.dtype
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
+        layers = self.config.num_layers
+        if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
+            raise UserError(f"taps {tuple(taps)} must be distinct, ascending layers between 0 and {layers - 1}")
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Batch,
+        cache: PagedCache | TransientCache,
+        taps: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> TargetOutput:
+        """Runs the rows of `batch`, writing their keys and values into `cache`. Tap t is the residual stream entering layer t."""
+        cos_sin = self.rotary(batch.positions)
+        x_TH = self.embed_tokens(batch.token_ids)
+        blocks_TJN = None
+        tapped = {}
+        for number, layer in enumerate(self.layers):
+            if number in taps:
+                tapped[number] = x_TH
+            if recorder is not None:
+                recorder.hidden_states.append(x_TH)
+            x_TH, blocks_TJN = layer(
+                x_TH, batch, cache.layer(number), self.rotary, cos_sin, blocks_TJN, recorder is not None
+            )
+            if recorder is not None and self.config.sparse_layers[number]:
+                recorder.blocks[number] = blocks_TJN
+        if recorder is not None:
+            recorder.hidden_states.append(x_TH)
+        aux_TA = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else x_TH[:, :0]
+        return TargetOutput(self.norm(x_TH), aux_TA)
+
+    @torch.no_grad()
+    def logits(self, final_state: Tensor) -> Tensor:
+        """Scores over the vocabulary in fp32, [.., H] -> [.., V], of states behind the final norm."""
+        return self.lm_head(final_state).float()
+
+    @torch.no_grad()
+    def capture(self, token_ids_RS: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Final states [R, S, H] and taps [R, S, A] of whole sequences from position 0.
+
+        Attention is causal, so padding on the right changes no row before it.
+        """
+        sequences, length = token_ids_RS.shape
+        pages = -(-length // self.config.block_size)
+        tables = [list(range(r * pages, (r + 1) * pages)) for r in range(sequences)]
+        rows = token_ids_RS.tolist()
+        batch = Batch.causal(self.config.block_size, self.device, rows, [0] * sequences, tables)
+        cache = TransientCache(self.config, sequences * pages, dtype=self.dtype, device=self.device)
+        output = self(batch, cache, taps)
+        return output.final_state.view(sequences, length, -1), output.aux.view(sequences, length, -1)

@@ -1,0 +1,52 @@
+"""Sizes of a target from its config alone: parameters, tensors, bytes of the weights, bytes of the cache."""
+
+from dataclasses import dataclass
+
+from target_model.config import M3Config
+from target_model.tensor_names import tensor_specs
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Counts over a published checkpoint.
+
+    parts         parameters by part (routed_experts, attention, ...); their sum is `total`
+    active        parameters that one token multiplies with: its experts only, the output head, no embedding look-up, no vision
+    weight_bytes  bytes in bf16, the router's fp32 tensors at 4 bytes
+    """
+
+    parts: dict[str, int]
+    total: int
+    active: int
+    text_tensors: int
+    vision_tensors: int
+    weight_bytes: int
+
+
+def count_parameters(config: M3Config) -> ParameterCount:
+    """Counts what a checkpoint with this config holds."""
+    parts: dict[str, int] = {}
+    active = text = vision = size_bytes = 0
+    for spec in tensor_specs(config):
+        parts[spec.part] = parts.get(spec.part, 0) + spec.size
+        size_bytes += spec.size * (4 if spec.kind == "fp32" else 2)
+        if not spec.destination:
+            vision += 1
+            continue
+        text += 1
+        if spec.part == "embed_tokens" or (spec.expert is not None and spec.expert >= config.experts_per_token):
+            continue
+        active += spec.size
+    return ParameterCount(parts, sum(parts.values()), active, text, vision, size_bytes)
+
+
+def weight_bytes(config: M3Config, element_size: int) -> int:
+    """Bytes of the loaded text model with weights of `element_size` bytes; router and norms are kept in fp32."""
+    text = (spec for spec in tensor_specs(config) if spec.destination)
+    return sum(spec.size * (element_size if spec.kind == "weight" else 4) for spec in text)
+
+
+def cache_bytes_per_token(config: M3Config, element_size: int = 2, index_element_size: int = 2) -> int:
+    """Bytes of K, V and index K that one token takes over all layers."""
+    main = config.num_layers * 2 * config.num_kv_heads * config.head_dim * element_size
+    return main + sum(config.sparse_layers) * config.index_dim * index_element_size
