@@ -1,0 +1,123 @@
+"""The draft at work: it follows the decided tokens with the target's real features and grows trees of guesses from them.
+
+R sequences, W nodes of a depth that are expanded, C children considered per node, V the draft's vocabulary, M candidates in a pool.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draft_model.model import Eagle3Draft
+from serve.request import Sequence
+from serve.sampling import Row, filtered
+from serve.tree import Tree, TreeConfig
+from target_model.batch import Batch
+from target_model.cache import PagedCache
+
+# Under shared noise the target picks the argmax of log p + noise, the draft knows log q + noise. The larger the gap between two of its
+# values, the likelier the order is the same: the chance of a candidate is taken as softmax(sharpness * (log q + noise)).
+NOISE_SHARPNESS = 1.5
+
+
+class Drafter:
+    """Proposes a tree for each sequence. The draft's row of the token at position t lies in slot t, guessed rows behind the decided ones."""
+
+    def __init__(self, draft: Eagle3Draft, cache: PagedCache, tree: TreeConfig):
+        self.draft, self.cache, self.tree = draft, cache, tree
+        self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=cache.k.device))
+
+    def observe(self, sequences: list[Sequence], starts: list[int], tokens: list[list[int]], aux_TA: Tensor) -> None:
+        """Computes the rows of decided tokens: `tokens[r]` at positions from `starts[r]` on, row by row with the taps before each.
+
+        Whatever the draft had guessed in these slots is overwritten. The last row of each sequence is where its next tree grows from.
+        """
+        device = self.cache.k.device
+        batch = Batch.causal(self.cache.page_size, device, tokens, starts, [sequence.pages for sequence in sequences])
+        state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft())
+        end = 0
+        for sequence, ids in zip(sequences, tokens, strict=True):
+            end += len(ids)
+            sequence.root_state = state_TH[end - 1]
+
+    def propose(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None) -> list[Tree]:
+        """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth d."""
+        depth = min(self.tree.depth, max(limits))
+        if depth == 0:
+            return [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
+        count, device = len(sequences), self.cache.k.device
+        limit_R1 = torch.tensor(limits, device=device)[:, None]
+        state_RWH = torch.stack([sequence.root_state for sequence in sequences])[:, None]
+        score_RW = torch.zeros(count, 1, device=device)
+        parent_RW = torch.full((count, 1), -1, device=device)  # index in the pool
+        mask_RW = torch.zeros(count, 1, dtype=torch.int64, device=device)  # visible guessed rows
+        tokens, scores, parents, pooled = [], [], [], 0
+        for level in range(1, depth + 1):
+            noise_RV = None if noise_RDV is None else noise_RDV[:, level - 1]
+            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV)
+            score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > limit_R1, float("-inf"))
+            tokens.append(token_RWC.flatten(1))
+            scores.append(score_RM)
+            parents.append(parent_RW[:, :, None].expand_as(token_RWC).flatten(1))
+            if level < depth:
+                children = token_RWC.shape[2]
+                score_RW, best_RW = score_RM.topk(min(self.tree.width, score_RM.shape[1]), dim=1)
+                origin_RW = best_RW // children
+                token_RW, parent_RW = tokens[-1].gather(1, best_RW), pooled + best_RW
+                feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
+                mask_RW = mask_RW.gather(1, origin_RW)
+                state_RWH, mask_RW = self._expand(sequences, level, token_RW, feature_RWH, mask_RW)
+            pooled += score_RM.shape[1]
+        return self._select(sequences, torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1))
+
+    def _children(self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The best `width` target tokens behind each node, and the log of their chance to be the target's choice."""
+        logits_RWV = self.draft.logits(state_RWH)
+        if noise_RV is not None:
+            nodes = logits_RWV.shape[1]
+            rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
+            # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
+            greedy_R11 = torch.tensor([s.params.greedy for s in sequences], device=logits_RWV.device)[:, None, None]
+            log_q_RWV = filtered(logits_RWV.flatten(0, 1), rows).log_softmax(-1).view_as(logits_RWV)
+            noisy_RWV = NOISE_SHARPNESS * (log_q_RWV + noise_RV[:, None, self._target_ids])
+            logits_RWV = torch.where(greedy_R11, logits_RWV, noisy_RWV)
+        chance_RWC, index_RWC = logits_RWV.log_softmax(-1).topk(min(self.tree.width, logits_RWV.shape[-1]), dim=-1)
+        return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
+
+    def _expand(
+        self, sequences: list[Sequence], level: int, token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the draft on nodes of depth `level`; returns their states and their masks of visible guessed rows."""
+        width, device = token_RW.shape[1], self.cache.k.device
+        first = (level - 1) * self.tree.width
+        mask_RW = mask_RW | (1 << torch.arange(first, first + width, device=device))
+        starts = [len(sequence.token_ids) for sequence in sequences]
+        batch = Batch.build(
+            self.cache.page_size,
+            device,
+            [[0] * width] * len(sequences),
+            starts,
+            [sequence.pages for sequence in sequences],
+            positions=[start - 1 + level for start in starts for _ in range(width)],
+            slots=[start + first + i for start in starts for i in range(width)],
+            ancestors=[],
+        )
+        batch = replace(batch, token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
+        return self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft()).view_as(feature_RWH), mask_RW
+
+    def _select(self, sequences: list[Sequence], token_RM: Tensor, score_RM: Tensor, parent_RM: Tensor) -> list[Tree]:
+        """The best nodes of each pool. A child never scores above its parent and ties go to the earlier entry, so parents come along."""
+        keep = min(self.tree.nodes - 1, score_RM.shape[1])
+        order_RM = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
+        chosen = torch.stack([order_RM, *(pool.gather(1, order_RM) for pool in (token_RM, parent_RM))]).tolist()
+        live = (score_RM.gather(1, order_RM) > float("-inf")).tolist()
+        trees = []
+        for sequence, order, tokens, parents, alive in zip(sequences, *chosen, live, strict=True):
+            tree, place = Tree([sequence.token_ids[-1]], [-1]), {-1: 0}
+            for index, token, parent, ok in zip(order, tokens, parents, alive, strict=True):
+                if ok:
+                    place[index] = len(tree)
+                    tree.tokens.append(token)
+                    tree.parents.append(place[parent])
+            trees.append(tree)
+        return trees

@@ -1,0 +1,191 @@
+"""The engine: requests in, one step at a time, decided tokens out. The same for one request and for many, with a draft and without."""
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from draft_model.model import Eagle3Draft
+from serve.drafter import Drafter
+from serve.pages import PageAllocator
+from serve.request import Completion, Request, SamplingParams, Sequence, StepRecord, Update
+from serve.runner import Outcome, Runner
+from serve.scheduler import Limits, Scheduler
+from serve.tree import TreeConfig
+from target_model.cache import PagedCache
+from target_model.errors import UserError
+from target_model.model import TargetModel
+
+
+@dataclass
+class EngineStats:
+    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1; drafted counts nodes."""
+
+    steps: int = 0
+    verify_steps: int = 0
+    emitted: int = 0
+    prefill_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def record(self, step: StepRecord) -> None:
+        self.verify_steps += 1
+        self.emitted += step.emitted
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        self.accepted_per_depth += [0] * (step.accepted - len(self.accepted_per_depth))
+        for depth in range(step.accepted):
+            self.accepted_per_depth[depth] += 1
+
+
+class Engine:
+    """Serves a target with a draft (or plainly, with `draft` None). Not thread-safe: one thread adds, steps and aborts.
+
+    pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and answer, by default the
+    target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: Eagle3Draft | None = None,
+        tree: TreeConfig | None = None,
+        *,
+        pages: int | None = None,
+        context: int | None = None,
+        prefill_tokens: int = 512,
+        max_running: int = 32,
+        max_waiting: int = 1024,
+        dtype: torch.dtype | None = None,
+    ):
+        config, weight = target.config, target.embed_tokens.weight
+        self.tree = tree or TreeConfig()
+        self.context = min(context or config.max_position, config.max_position)
+        # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus token.
+        scratch = max(self.tree.scratch_slots, self.tree.depth + 2) if draft else 2
+        if pages is None:
+            pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
+        shape = draft.kv_shape if draft else None
+        cache = PagedCache(config, pages, dtype=dtype or weight.dtype, device=weight.device, draft=shape)
+        self.runner = Runner(target, Drafter(draft, cache, self.tree) if draft else None, cache)
+        limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
+        self.scheduler = Scheduler(limits, PageAllocator(pages), config.block_size)
+        self.totals = EngineStats()
+        self._sequences: dict[str, Sequence] = {}
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises UserError when its id is in use, a token id is out of range, or it can never fit."""
+        vocab = self.runner.target.config.vocab_size
+        if request.id in self._sequences:
+            raise UserError(f"request id {request.id!r} is in use")
+        for name, ids in (
+            ("prompt", request.prompt_ids),
+            ("logit_bias", request.params.logit_bias),
+            ("stop_token_ids", request.params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise UserError(f"{name} has token id {wrong}, but the vocabulary holds 0 to {vocab - 1}")
+        sequence = Sequence(request)
+        self.scheduler.add(sequence)
+        self._sequences[request.id] = sequence
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request and frees its pages at once; False when there is no such request (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self.scheduler.finish(sequence)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def step(self) -> list[Update]:
+        """Runs one step and returns what it decided, one update a request that gained tokens."""
+        started = time.perf_counter()
+        plan = self.scheduler.schedule()
+        updates = []
+        if plan.prefill:
+            self.totals.prefill_tokens += sum(count for _, count in plan.prefill)
+            outcomes = self.runner.prefill(plan.prefill)
+            updates += [self._apply(s, o) for (s, _), o in zip(plan.prefill, outcomes, strict=True) if o is not None]
+        if plan.decode:
+            # A step emits at most its depth + 1 tokens: deeper nodes than the request can still take are not drafted.
+            limits = [self._remaining(sequence) - 1 for sequence in plan.decode]
+            outcomes = self.runner.decode(plan.decode, limits)
+            updates += [self._apply(s, o) for s, o in zip(plan.decode, outcomes, strict=True)]
+        self.totals.steps += 1
+        self.totals.seconds += time.perf_counter() - started
+        return updates
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
+        """Answers all prompts, batched, and returns them in order."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        collected: dict[str, list[Update]] = {}
+        for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
+            self.add(Request(f"generate-{index}", list(prompt), settings))
+            collected[f"generate-{index}"] = []
+        while self.has_work():
+            for update in self.step():
+                collected[update.id].append(update)
+        return [Completion.of(updates) for updates in collected.values()]
+
+    def stats(self) -> dict[str, float | int | list[int]]:
+        """Totals, the state of queue and cache, and seconds by part."""
+        totals, clock, scheduler = self.totals, self.runner.clock, self.scheduler
+        parts = clock.prefill + clock.draft + clock.verify
+        return {
+            "steps": totals.steps,
+            "verify_steps": totals.verify_steps,
+            "emitted_tokens": totals.emitted,
+            "prefill_tokens": totals.prefill_tokens,
+            "drafted_tokens": totals.drafted,
+            "accepted_tokens": totals.accepted,
+            "accepted_per_depth": list(totals.accepted_per_depth),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "preemptions": scheduler.preemptions,
+            "pages_total": scheduler.allocator.total,
+            "pages_free": scheduler.allocator.free,
+            "prefill_seconds": clock.prefill,
+            "draft_seconds": clock.draft,
+            "verify_seconds": clock.verify,
+            "other_seconds": max(totals.seconds - parts, 0.0),
+        }
+
+    def _remaining(self, sequence: Sequence) -> int:
+        """Tokens the request may still emit; at least 1 while it runs."""
+        return min(sequence.params.max_tokens - sequence.output_length, self.context - len(sequence.token_ids))
+
+    def _apply(self, sequence: Sequence, outcome: Outcome) -> Update:
+        """Takes decided tokens over up to the first that ends the answer, which is itself only kept when it is text."""
+        params, remaining = sequence.params, self._remaining(sequence)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self._eos))
+        tokens, reason, stop_token = outcome.tokens[:remaining], None, None
+        for index, token in enumerate(tokens):
+            if token in stops:
+                tokens, reason, stop_token = tokens[:index], "stop", token
+                break
+        # The stop token is a decided token too: it counts as emitted, though it is not part of the answer.
+        emitted = len(tokens) + (stop_token is not None)
+        if reason is None and emitted == remaining:
+            reason = "length"
+        sequence.token_ids += tokens
+        step = None
+        if outcome.drafted is not None:
+            accepted = min(len(outcome.tokens) - 1, emitted)
+            step = StepRecord(outcome.drafted, accepted, emitted)
+            self.totals.record(step)
+        if reason is not None:
+            self._sequences.pop(sequence.request.id)
+            self.scheduler.finish(sequence)
+        logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
+        depths = outcome.depths[: len(tokens)]
+        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step)
+
+    @property
+    def _eos(self) -> tuple[int, ...]:
+        return self.runner.target.config.eos_token_ids

@@ -1,0 +1,52 @@
+"""Gumbel noise as a pure function of (seed, choice index, position, token id).
+
+The token at a position is the argmax of its processed log-probabilities plus this noise, so a seed gives the same text with speculation
+on or off, tree or chain, alone or batched. The bits come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC'11); integer arithmetic gives the same ones on every device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four words of 32 random bits (int64 tensors) from a counter of four words and a key of two, broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap; the low 64 bits are still right, and the mask undoes the sign of the shift.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device | str
+) -> Tensor:
+    """Standard Gumbel noise, fp32 [N, vocab_size]: row n belongs to (seeds[n], choices[n], positions[n]).
+
+    `positions` are those of the token to be chosen. Seeds are taken modulo 2^64.
+    """
+
+    def column(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+
+    words = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)[None, :]
+    counter = (words, column(positions), column(choices), torch.zeros_like(words))
+    key = (column([seed & _MASK for seed in seeds]), column([(seed >> 32) & _MASK for seed in seeds]))
+    bits = torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :vocab_size]
+    # 23 bits and a half are exact in fp32, so the uniform number is never 0 or 1.
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))

@@ -1,0 +1,164 @@
+"""What a client asks for, and what the engine keeps while it answers."""
+
+import math
+import secrets
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from target_model.errors import UserError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target's distribution becomes a token. Filters act in this order: bias, penalties, temperature, top-k, top-p, min-p.
+
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. repetition_penalty counts prompt and answer, presence and frequency
+    penalties the answer. Before `min_tokens` tokens no end-of-text and no stop token can be chosen. `logprobs` is the number of
+    alternatives reported with each token (0: only the token's own), None reports nothing; they are the model's own, before any filter.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self):
+        def check(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise UserError(f"{name} must be {rule}, got {getattr(self, name)!r}")
+
+        check(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", "a finite number >= 0")
+        check(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        check(self.top_k >= 0, "top_k", ">= 0 (0 is off)")
+        check(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
+        check(math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "> 0")
+        check(math.isfinite(self.presence_penalty), "presence_penalty", "finite")
+        check(math.isfinite(self.frequency_penalty), "frequency_penalty", "finite")
+        check(all(math.isfinite(v) for v in self.logit_bias.values()), "logit_bias", "a map to finite numbers")
+        check(self.max_tokens >= 1, "max_tokens", ">= 1")
+        check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
+        check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the distribution depends on the tokens before the row, beyond what the model sees."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise, so they differ."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    choice_index: int = 0
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of one emitted token and of the most likely ones, (id, value), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One verify step of one sequence: nodes drafted (root excluded), drafted tokens kept, tokens emitted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one engine step brought for one request.
+
+    accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill) token.
+    finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that ended it, which is
+    not among token_ids. `step` is None for the token that comes from prefill.
+    """
+
+    id: str
+    token_ids: list[int]
+    accepted_from_draft: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    step: StepRecord | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished answer, as `Engine.generate` returns it."""
+
+    token_ids: list[int]
+    accepted_from_draft: list[int]
+    finish_reason: str
+    stop_token: int | None
+    logprobs: list[TokenLogprob] | None
+    steps: list[StepRecord]
+
+    @staticmethod
+    def of(updates: list[Update]) -> "Completion":
+        """Joins all updates of one request."""
+        wants_logprobs = updates[0].logprobs is not None
+        return Completion(
+            token_ids=[token for update in updates for token in update.token_ids],
+            accepted_from_draft=[depth for update in updates for depth in update.accepted_from_draft],
+            finish_reason=updates[-1].finish_reason or "abort",
+            stop_token=updates[-1].stop_token,
+            logprobs=[entry for update in updates for entry in update.logprobs or []] if wants_logprobs else None,
+            steps=[update.step for update in updates if update.step is not None],
+        )
+
+
+class Sequence:
+    """The engine's state of one request.
+
+    token_ids are the prompt and every decided token. The first `computed` of them have their keys in the target's cache; while
+    decoding that is all but the last, the root of the next tree. `pages` is the block table. `root_state` [H] is the draft's state of
+    the last token's row, from which the next tree grows.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.params = request.params
+        self.token_ids = list(request.prompt_ids)
+        self.prompt_length = len(request.prompt_ids)
+        self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
+        self.computed = 0
+        self.pages: list[int] = []
+        self.root_state: Tensor | None = None
+
+    @property
+    def output_length(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def prefill_end(self) -> int:
+        """Slots that prefill has to fill: the whole prompt, or after a preemption all but the last decided token."""
+        return len(self.token_ids) - 1 if self.output_length else self.prompt_length
+
+    @property
+    def decoding(self) -> bool:
+        return self.output_length > 0 and self.computed == len(self.token_ids) - 1

@@ -1,0 +1,180 @@
+"""One step on the models: prefill chunks, or draft, verify and commit one tree per sequence. It owns the cache, not the schedule."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.drafter import Drafter
+from serve.noise import gumbel
+from serve.request import Sequence, TokenLogprob
+from serve.sampling import Row, choose
+from serve.tree import Tree
+from target_model.batch import Batch
+from target_model.cache import PagedCache
+from target_model.model import TargetModel
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step decided for one sequence.
+
+    tokens: newly decided ids, at least one. depths: depth in the tree each was guessed at, 0 for the target's own token.
+    drafted: nodes verified, root excluded; None when the tokens come from prefill.
+    """
+
+    tokens: list[int]
+    depths: list[int]
+    logprobs: list[TokenLogprob] | None
+    drafted: int | None
+
+
+@dataclass
+class Clock:
+    """Seconds spent, by part of the step."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+
+
+class Runner:
+    """Runs the target, and the draft when there is one, over the shared cache."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None, cache: PagedCache):
+        self.target, self.drafter, self.cache = target, drafter, cache
+        self.taps = drafter.draft.config.taps if drafter else ()
+        self.device = cache.k.device
+        self.clock = Clock()
+
+    @torch.inference_mode()
+    def prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome | None]:
+        """Computes the next `count` tokens of each sequence; an outcome where that completes a fresh prompt, else None."""
+        started = time.perf_counter()
+        starts = [sequence.computed for sequence, _ in chunks]
+        tokens = [sequence.token_ids[sequence.computed : sequence.computed + count] for sequence, count in chunks]
+        batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, [s.pages for s, _ in chunks])
+        output = self.target(batch, self.cache, self.taps)
+        outcomes: list[Outcome | None] = [None] * len(chunks)
+        following, last_rows, complete, row = [], [], [], 0
+        for index, (sequence, count) in enumerate(chunks):
+            sequence.computed += count
+            row += count
+            if sequence.computed == len(sequence.token_ids):
+                complete.append(index)
+                last_rows.append(row - 1)
+        if complete:
+            logits = self.target.logits(output.final_state[last_rows])
+            rows = [Row(chunks[index][0], ()) for index in complete]
+            choices = self._choose(logits, rows, self._noise([row.sequence for row in rows], 1))
+            reported = self._logprobs(logits, rows, choices)
+            for index, token, logprob in zip(complete, choices, reported, strict=True):
+                outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob], None)
+        if self.drafter:
+            # The draft's row of a token needs the taps before it, so its rows run one token ahead of the target's.
+            for (sequence, _), ids, start, outcome in zip(chunks, tokens, starts, outcomes, strict=True):
+                ahead = outcome.tokens[0] if outcome else sequence.token_ids[start + len(ids)]
+                following.append([*ids[1:], ahead])
+            self.drafter.observe([s for s, _ in chunks], [start + 1 for start in starts], following, output.aux)
+        self.clock.prefill += time.perf_counter() - started
+        return outcomes
+
+    @torch.inference_mode()
+    def decode(self, sequences: list[Sequence], limits: list[int]) -> list[Outcome]:
+        """One verify step. `limits[r]` levels at most are drafted below the root of sequence r."""
+        started = time.perf_counter()
+        depth = min(self.drafter.tree.depth, max(limits)) if self.drafter else 0
+        noise_RDV = self._noise(sequences, depth + 1)
+        if self.drafter:
+            trees = self.drafter.propose(sequences, limits, noise_RDV)
+        else:
+            trees = [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
+        drafted = time.perf_counter()
+        outcomes, paths, output = self._verify(sequences, trees, noise_RDV)
+        verified = time.perf_counter()
+        if self.drafter:
+            rows, first = [], 0
+            for tree, path in zip(trees, paths, strict=True):
+                rows += [first, *(first + node for node in path)]
+                first += len(tree)
+            starts = [len(sequence.token_ids) for sequence in sequences]
+            self.drafter.observe(sequences, starts, [outcome.tokens for outcome in outcomes], output.aux[rows])
+        self.clock.draft += drafted - started + time.perf_counter() - verified
+        self.clock.verify += verified - drafted
+        return outcomes
+
+    def _verify(self, sequences: list[Sequence], trees: list[Tree], noise_RDV: Tensor | None):
+        """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
+        depths = [tree.depths() for tree in trees]
+        batch = self._tree_batch(sequences, trees, depths)
+        output = self.target(batch, self.cache, self.taps)
+        logits_TV = self.target.logits(output.final_state)
+        rows = [Row(sequence, path) for sequence, tree in zip(sequences, trees, strict=True) for path in tree.paths()]
+        noise_TV = None
+        if noise_RDV is not None:
+            levels = noise_RDV.shape[1]
+            noise_TV = noise_RDV.flatten(0, 1)[[r * levels + depth for r, row in enumerate(depths) for depth in row]]
+        choices = self._choose(logits_TV, rows, noise_TV)
+        outcomes, paths, first = [], [], 0
+        for sequence, tree in zip(sequences, trees, strict=True):
+            chosen = choices[first : first + len(tree)]
+            path = tree.accept(chosen)
+            tokens = [tree.tokens[node] for node in path] + [chosen[path[-1] if path else 0]]
+            visited = [first, *(first + node for node in path)]
+            logprobs = None
+            if sequence.params.logprobs is not None:
+                logprobs = self._logprobs(logits_TV[visited], [rows[row] for row in visited], tokens)
+            outcomes.append(Outcome(tokens, [*range(1, len(path) + 1), 0], logprobs, len(tree) - 1))
+            paths.append(path)
+            sequence.computed += len(tokens)
+            first += len(tree)
+        longest = max(len(path) for path in paths)
+        if longest:
+            padded = [path + [-1] * (longest - len(path)) for path in paths]
+            self.cache.commit(batch, torch.tensor(padded, device=self.device))
+        return outcomes, paths, output
+
+    def _tree_batch(self, sequences: list[Sequence], trees: list[Tree], depths: list[list[int]]) -> Batch:
+        tokens, starts = [tree.tokens for tree in trees], [sequence.computed for sequence in sequences]
+        tables = [sequence.pages for sequence in sequences]
+        if max(len(tree) for tree in trees) == 1:
+            return Batch.causal(self.cache.page_size, self.device, tokens, starts, tables)
+        ancestors = [tree.ancestors() for tree in trees]
+        return Batch.tree(self.cache.page_size, self.device, tokens, starts, tables, depths, ancestors)
+
+    def _noise(self, sequences: list[Sequence], levels: int) -> Tensor | None:
+        """Noise of the next `levels` tokens of each sequence, [R, levels, V]; zeros for greedy ones, None when all are."""
+        sampled = [index for index, sequence in enumerate(sequences) if not sequence.params.greedy]
+        if not sampled:
+            return None
+        vocab = self.target.config.vocab_size
+        keys = [
+            (sequences[index].seed, sequences[index].request.choice_index, len(sequences[index].token_ids) + level)
+            for index in sampled
+            for level in range(levels)
+        ]
+        drawn = gumbel(*zip(*keys, strict=True), vocab, self.device).view(len(sampled), levels, vocab)
+        if len(sampled) == len(sequences):
+            return drawn
+        noise_RDV = torch.zeros(len(sequences), levels, vocab, device=self.device)
+        noise_RDV[sampled] = drawn
+        return noise_RDV
+
+    def _choose(self, logits_NV: Tensor, rows: list[Row], noise: Tensor | None) -> list[int]:
+        noise_NV = None if noise is None else noise.reshape(len(rows), -1)
+        return choose(logits_NV, rows, noise_NV, self.target.config.eos_token_ids).tolist()
+
+    def _logprobs(self, logits_NV: Tensor, rows: list[Row], tokens: list[int]) -> list[TokenLogprob | None]:
+        """The model's own log-probabilities, before bias and filters, where the request asks for them."""
+        reported: list[TokenLogprob | None] = []
+        for logits_V, row, token in zip(logits_NV, rows, tokens, strict=True):
+            wanted = row.sequence.params.logprobs
+            if wanted is None:
+                reported.append(None)
+                continue
+            logprobs_V = logits_V.log_softmax(-1)
+            top = logprobs_V.topk(min(wanted, len(logprobs_V)))
+            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            reported.append(TokenLogprob(token, logprobs_V[token].item(), pairs))
+        return reported

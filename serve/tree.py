@@ -1,0 +1,102 @@
+"""The shape of a draft: what may be grown, and one grown tree ready to be verified."""
+
+from dataclasses import dataclass
+
+from target_model.batch import MAX_SCRATCH
+from target_model.errors import UserError
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """How far to draft. Depth does not count the root, nodes do.
+
+    Each of the best `width` nodes of a depth is expanded to its best `width` children, and of all candidates the best `nodes` - 1 are
+    verified (EAGLE-2). Width 1 is a chain.
+    """
+
+    depth: int = 5
+    width: int = 4
+    nodes: int = 24
+
+    def __post_init__(self):
+        for name in ("depth", "width", "nodes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"tree {name} must be at least 1, got {getattr(self, name)}")
+        if self.nodes > MAX_SCRATCH:
+            raise UserError(f"tree nodes must be at most {MAX_SCRATCH} (root included), got {self.nodes}")
+        if self.draft_rows > MAX_SCRATCH:
+            raise UserError(f"tree width x (depth - 1) must be at most {MAX_SCRATCH}, got {self.draft_rows}")
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that the draft computes beyond the root's: candidates of the last depth are never expanded."""
+        return self.width * (self.depth - 1)
+
+    @property
+    def scratch_slots(self) -> int:
+        """Slots behind the committed ones that a step may write: the verified nodes, or the root and the draft's guessed rows."""
+        return max(self.nodes, 1 + self.draft_rows)
+
+    @staticmethod
+    def chain(depth: int) -> "TreeConfig":
+        return TreeConfig(depth=depth, width=1, nodes=depth + 1)
+
+    @staticmethod
+    def parse(text: str) -> "TreeConfig":
+        """From "depth,width,nodes"."""
+        try:
+            depth, width, nodes = (int(part) for part in text.split(","))
+        except ValueError:
+            raise UserError(f"tree must be depth,width,nodes, for example 5,4,24, got {text!r}") from None
+        return TreeConfig(depth, width, nodes)
+
+    def __str__(self) -> str:
+        return (
+            f"chain of {self.depth}"
+            if self.width == 1
+            else f"tree of {self.nodes} nodes, depth {self.depth}, width {self.width}"
+        )
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Nodes in an order in which parents come first. Node 0 is the root, the last decided token; its parent is -1."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> list[int]:
+        """For each node the bit mask of itself and its ancestors."""
+        masks: list[int] = []
+        for node, parent in enumerate(self.parents):
+            masks.append(1 << node | (0 if parent < 0 else masks[parent]))
+        return masks
+
+    def paths(self) -> list[tuple[int, ...]]:
+        """For each node the tokens from the root's child down to it."""
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            paths.append(() if parent < 0 else (*paths[parent], token))
+        return paths
+
+    def accept(self, choices: list[int]) -> list[int]:
+        """The accepted nodes, root excluded: from the root on, the child that carries the target's choice at its parent.
+
+        `choices[i]` is the token the target puts behind node i. The bonus token is the choice at the last accepted node (or the root).
+        """
+        path, node = [], 0
+        for child in range(1, len(self)):
+            if self.parents[child] == node and self.tokens[child] == choices[node]:
+                path.append(child)
+                node = child
+        return path

@@ -1,0 +1,110 @@
+"""Drafts for tests: an untrained one, and drafters that follow a script of the target's own continuation."""
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from draft_model.config import DraftConfig
+from draft_model.model import Eagle3Draft
+from serve.drafter import Drafter
+from serve.engine import Engine
+from serve.request import Sequence
+from serve.tree import Tree, TreeConfig
+from target_model.config import M3Config
+from target_model.model import TargetModel
+
+
+def draft_config(config: M3Config, taps: tuple[int, ...] = (1, 3, 5), **changes) -> DraftConfig:
+    values = dict(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=2 * config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=config.vocab_size,
+        rope_theta=config.rope_theta,
+        max_position=config.max_position,
+        rms_norm_eps=1e-6,
+        fc_norm=True,
+        norm_output=True,
+        norm_before_residual=False,
+        attention_bias=False,
+        taps=taps,
+    )
+    return DraftConfig(**{**values, **changes})
+
+
+def random_draft(target: TargetModel, seed: int = 0, taps: tuple[int, ...] = (1, 3, 5), **changes) -> Eagle3Draft:
+    """Untrained, with non-trivial norms; it accepts nearly nothing."""
+    torch.manual_seed(seed)
+    draft = Eagle3Draft(draft_config(target.config, taps, **changes)).eval()
+    for module in draft.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.weight.data.uniform_(0.5, 1.5)
+    return draft
+
+
+class ScriptedDrafter(Drafter):
+    """Keeps the real draft's rows up to date but proposes from a script: `script(sequence)` gives the tokens to come.
+
+    `hit(depth)` tells whether the true token is among the guesses of that depth, `rank` at which place among its siblings it stands.
+    All other nodes are wrong on purpose.
+    """
+
+    def __init__(
+        self, drafter: Drafter, script: Callable[[Sequence], list[int]], hit: Callable[[int], bool], rank: int = 0
+    ):
+        super().__init__(drafter.draft, drafter.cache, drafter.tree)
+        self.script, self.hit, self.rank = script, hit, rank
+
+    def propose(self, sequences, limits, noise_RDV):
+        super().propose(sequences, limits, noise_RDV)  # its guessed rows must do no harm
+        return [self._tree(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def _tree(self, sequence: Sequence, limit: int) -> Tree:
+        coming, vocab = self.script(sequence), self.draft.config.vocab_size
+        tree = Tree([sequence.token_ids[-1]], [-1])
+        node = 0
+        for depth in range(1, min(self.tree.depth, limit) + 1):
+            truth = coming[depth - 1] if depth <= len(coming) else 0
+            guesses = [(truth + 1 + i) % vocab for i in range(self.tree.width)]
+            hit = self.hit(depth)
+            if hit:
+                guesses[min(self.rank, self.tree.width - 1)] = truth
+            guesses = guesses[: self.tree.nodes - len(tree)]
+            children = range(len(tree), len(tree) + len(guesses))
+            tree.tokens.extend(guesses)
+            tree.parents.extend([node] * len(guesses))
+            if not hit or truth not in guesses:
+                # Below a wrong guess the tree goes on, for nothing.
+                node = children[0] if children else node
+                continue
+            node = children[guesses.index(truth)]
+        return tree
+
+
+def scripted_engine(
+    target: TargetModel,
+    continuations: dict[tuple[int, ...], list[int]],
+    tree: TreeConfig,
+    *,
+    agreement: float = 1.0,
+    rank: int = 0,
+    seed: int = 0,
+    **settings,
+) -> Engine:
+    """An engine whose draft knows each prompt's plain continuation and tells the truth with the given probability."""
+    engine = Engine(target, random_draft(target), tree, **settings)
+    chance = random.Random(seed)
+
+    def script(sequence: Sequence) -> list[int]:
+        return continuations[tuple(sequence.request.prompt_ids)][sequence.output_length :]
+
+    engine.runner.drafter = ScriptedDrafter(
+        engine.runner.drafter, script, lambda depth: chance.random() < agreement, rank
+    )
+    return engine
