@@ -1,6 +1,8 @@
-"""The draft at work: it follows the decided tokens with the target's real features and grows trees of guesses from them.
+"""The draft at work: it follows the decided tokens with the target's real features and grows trees of guesses from
+them.
 
-R sequences, W nodes of a depth that are expanded, C children considered per node, V the draft's vocabulary, M candidates in a pool.
+R sequences, W nodes of a depth that are expanded, C children considered per node, V the draft's vocabulary, M
+candidates in a pool.
 """
 
 from dataclasses import replace
@@ -15,22 +17,27 @@ from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 
-# Under shared noise the target picks the argmax of log p + noise, the draft knows log q + noise. The larger the gap between two of its
-# values, the likelier the order is the same: the chance of a candidate is taken as softmax(sharpness * (log q + noise)).
+# Under shared noise the target picks the argmax of log p + noise, the draft knows log q + noise. The larger the gap
+# between two of its values, the likelier the order is the same: the chance of a candidate is taken as softmax(sharpness
+# * (log q + noise)).
 NOISE_SHARPNESS = 1.5
 
 
 class Drafter:
-    """Proposes a tree for each sequence. The draft's row of the token at position t lies in slot t, guessed rows behind the decided ones."""
+    """Proposes a tree for each sequence. The draft's row of the token at position t lies in slot t, guessed rows behind
+    the decided ones.
+    """
 
     def __init__(self, draft: Eagle3Draft, cache: PagedCache, tree: TreeConfig):
         self.draft, self.cache, self.tree = draft, cache, tree
         self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=cache.k.device))
 
     def observe(self, sequences: list[Sequence], starts: list[int], tokens: list[list[int]], aux_TA: Tensor) -> None:
-        """Computes the rows of decided tokens: `tokens[r]` at positions from `starts[r]` on, row by row with the taps before each.
+        """Computes the rows of decided tokens: `tokens[r]` at positions from `starts[r]` on, row by row with the taps
+        before each.
 
-        Whatever the draft had guessed in these slots is overwritten. The last row of each sequence is where its next tree grows from.
+        Whatever the draft had guessed in these slots is overwritten. The last row of each sequence is where its next
+        tree grows from.
         """
         device = self.cache.k.device
         batch = Batch.causal(self.cache.page_size, device, tokens, starts, [sequence.pages for sequence in sequences])
@@ -41,7 +48,9 @@ class Drafter:
             sequence.root_state = state_TH[end - 1]
 
     def propose(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None) -> list[Tree]:
-        """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth d."""
+        """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth
+        d.
+        """
         depth = min(self.tree.depth, max(limits))
         if depth == 0:
             return [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
@@ -106,7 +115,9 @@ class Drafter:
         return self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft()).view_as(feature_RWH), mask_RW
 
     def _select(self, sequences: list[Sequence], token_RM: Tensor, score_RM: Tensor, parent_RM: Tensor) -> list[Tree]:
-        """The best nodes of each pool. A child never scores above its parent and ties go to the earlier entry, so parents come along."""
+        """The best nodes of each pool. A child never scores above its parent and ties go to the earlier entry, so
+        parents come along.
+        """
         keep = min(self.tree.nodes - 1, score_RM.shape[1])
         order_RM = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
         chosen = torch.stack([order_RM, *(pool.gather(1, order_RM) for pool in (token_RM, parent_RM))]).tolist()

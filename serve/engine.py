@@ -1,4 +1,6 @@
-"""The engine: requests in, one step at a time, decided tokens out. The same for one request and for many, with a draft and without."""
+"""The engine: requests in, one step at a time, decided tokens out. The same for one request and for many, with a draft
+and without.
+"""
 
 import time
 from dataclasses import dataclass, field
@@ -19,7 +21,9 @@ from target_model.model import TargetModel
 
 @dataclass
 class EngineStats:
-    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1; drafted counts nodes."""
+    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1; drafted
+    counts nodes.
+    """
 
     steps: int = 0
     verify_steps: int = 0
@@ -43,8 +47,8 @@ class EngineStats:
 class Engine:
     """Serves a target with a draft (or plainly, with `draft` None). Not thread-safe: one thread adds, steps and aborts.
 
-    pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and answer, by default the
-    target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and
+    answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
     """
 
     def __init__(
@@ -63,7 +67,8 @@ class Engine:
         config, weight = target.config, target.embed_tokens.weight
         self.tree = tree or TreeConfig()
         self.context = min(context or config.max_position, config.max_position)
-        # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus token.
+        # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus
+        # token.
         scratch = max(self.tree.scratch_slots, self.tree.depth + 2) if draft else 2
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)

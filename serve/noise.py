@@ -1,8 +1,8 @@
 """Gumbel noise as a pure function of (seed, choice index, position, token id).
 
-The token at a position is the argmax of its processed log-probabilities plus this noise, so a seed gives the same text with speculation
-on or off, tree or chain, alone or batched. The bits come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-SC'11); integer arithmetic gives the same ones on every device.
+The token at a position is the argmax of its processed log-probabilities plus this noise, so a seed gives the same text
+with speculation on or off, tree or chain, alone or batched. The bits come from Philox4x32-10 (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC'11); integer arithmetic gives the same ones on every device.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,9 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of 32 random bits (int64 tensors) from a counter of four words and a key of two, broadcast together."""
+    """Philox4x32-10: four words of 32 random bits (int64 tensors) from a counter of four words and a key of two,
+    broadcast together.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

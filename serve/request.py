@@ -11,11 +11,13 @@ from target_model.errors import UserError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target's distribution becomes a token. Filters act in this order: bias, penalties, temperature, top-k, top-p, min-p.
+    """How the target's distribution becomes a token. Filters act in this order: bias, penalties, temperature, top-k,
+    top-p, min-p.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. repetition_penalty counts prompt and answer, presence and frequency
-    penalties the answer. Before `min_tokens` tokens no end-of-text and no stop token can be chosen. `logprobs` is the number of
-    alternatives reported with each token (0: only the token's own), None reports nothing; they are the model's own, before any filter.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. repetition_penalty counts prompt and answer, presence
+    and frequency penalties the answer. Before `min_tokens` tokens no end-of-text and no stop token can be chosen.
+    `logprobs` is the number of alternatives reported with each token (0: only the token's own), None reports nothing;
+    they are the model's own, before any filter.
     """
 
     temperature: float = 1.0
@@ -93,9 +95,9 @@ class StepRecord:
 class Update:
     """What one engine step brought for one request.
 
-    accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill) token.
-    finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that ended it, which is
-    not among token_ids. `step` is None for the token that comes from prefill.
+    accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill)
+    token. finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that
+    ended it, which is not among token_ids. `step` is None for the token that comes from prefill.
     """
 
     id: str
@@ -135,9 +137,9 @@ class Completion:
 class Sequence:
     """The engine's state of one request.
 
-    token_ids are the prompt and every decided token. The first `computed` of them have their keys in the target's cache; while
-    decoding that is all but the last, the root of the next tree. `pages` is the block table. `root_state` [H] is the draft's state of
-    the last token's row, from which the next tree grows.
+    token_ids are the prompt and every decided token. The first `computed` of them have their keys in the target's
+    cache; while decoding that is all but the last, the root of the next tree. `pages` is the block table. `root_state`
+    [H] is the draft's state of the last token's row, from which the next tree grows.
     """
 
     def __init__(self, request: Request):

@@ -1,4 +1,6 @@
-"""One step on the models: prefill chunks, or draft, verify and commit one tree per sequence. It owns the cache, not the schedule."""
+"""One step on the models: prefill chunks, or draft, verify and commit one tree per sequence. It owns the cache, not the
+schedule.
+"""
 
 import time
 from dataclasses import dataclass
@@ -20,8 +22,8 @@ from target_model.model import TargetModel
 class Outcome:
     """What a step decided for one sequence.
 
-    tokens: newly decided ids, at least one. depths: depth in the tree each was guessed at, 0 for the target's own token.
-    drafted: nodes verified, root excluded; None when the tokens come from prefill.
+    tokens: newly decided ids, at least one. depths: depth in the tree each was guessed at, 0 for the target's own
+    token. drafted: nodes verified, root excluded; None when the tokens come from prefill.
     """
 
     tokens: list[int]

@@ -13,7 +13,9 @@ from serve.request import Sequence
 
 @dataclass(frozen=True)
 class Row:
-    """One row of logits: the sequence it belongs to, and the decided or guessed tokens between that sequence's and the row's choice."""
+    """One row of logits: the sequence it belongs to, and the decided or guessed tokens between that sequence's and the
+    row's choice.
+    """
 
     sequence: Sequence
     path: tuple[int, ...]
@@ -58,7 +60,9 @@ def _adjusts(row: Row) -> bool:
 
 
 def _penalise(logits_V: Tensor, row: Row) -> None:
-    """In place. Repetition divides positive logits and multiplies negative ones of every token seen; the others subtract."""
+    """In place. Repetition divides positive logits and multiplies negative ones of every token seen; the others
+    subtract.
+    """
     params, sequence = row.sequence.params, row.sequence
     history = torch.tensor([*sequence.token_ids, *row.path], device=logits_V.device)
     if params.repetition_penalty != 1:
@@ -70,7 +74,8 @@ def _penalise(logits_V: Tensor, row: Row) -> None:
 
 
 def filtered(logits_NV: Tensor, rows: list[Row]) -> Tensor:
-    """logits / temperature with everything outside top-k, top-p and min-p at -inf; greedy rows keep only their best token.
+    """logits / temperature with everything outside top-k, top-p and min-p at -inf; greedy rows keep only their best
+    token.
 
     Every filter is a threshold on the value, so equal values stay or go together and no tie depends on a sort.
     """

@@ -31,7 +31,9 @@ class Schedule:
 
 
 class Scheduler:
-    """Continuous batching. Lower priority values go first, then earlier arrivals; the last in that order is preempted first."""
+    """Continuous batching. Lower priority values go first, then earlier arrivals; the last in that order is preempted
+    first.
+    """
 
     def __init__(self, limits: Limits, allocator: PageAllocator, page_size: int):
         self.limits, self.allocator, self.page_size = limits, allocator, page_size
@@ -50,7 +52,8 @@ class Scheduler:
         longest = min(length + sequence.params.max_tokens, limits.context)
         if self._pages_for(longest + limits.scratch) > self.allocator.total:
             raise UserError(
-                f"prompt and answer may take {longest} tokens, but the cache holds {self.allocator.total * self.page_size} slots"
+                f"prompt and answer may take {longest} tokens, "
+                f"but the cache holds {self.allocator.total * self.page_size} slots"
             )
         if len(self.waiting) >= limits.max_waiting:
             raise UserError(f"the queue is full: {limits.max_waiting} requests are waiting")
@@ -92,7 +95,9 @@ class Scheduler:
             self.running.sort(key=lambda item: item[:2])
 
     def _reserve(self, entry: tuple[int, int, Sequence]) -> bool:
-        """Pages for a verify step; the last running sequences give theirs up until it fits. False if `entry` itself had to."""
+        """Pages for a verify step; the last running sequences give theirs up until it fits. False if `entry` itself had
+        to.
+        """
         while not self._extend(entry[2], len(entry[2].token_ids) + self.limits.scratch):
             victim = self.running.pop()
             self.preemptions += 1

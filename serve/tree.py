@@ -10,8 +10,8 @@ from target_model.errors import UserError
 class TreeConfig:
     """How far to draft. Depth does not count the root, nodes do.
 
-    Each of the best `width` nodes of a depth is expanded to its best `width` children, and of all candidates the best `nodes` - 1 are
-    verified (EAGLE-2). Width 1 is a chain.
+    Each of the best `width` nodes of a depth is expanded to its best `width` children, and of all candidates the best
+    `nodes` - 1 are verified (EAGLE-2). Width 1 is a chain.
     """
 
     depth: int = 5
@@ -34,7 +34,9 @@ class TreeConfig:
 
     @property
     def scratch_slots(self) -> int:
-        """Slots behind the committed ones that a step may write: the verified nodes, or the root and the draft's guessed rows."""
+        """Slots behind the committed ones that a step may write: the verified nodes, or the root and the draft's
+        guessed rows.
+        """
         return max(self.nodes, 1 + self.draft_rows)
 
     @staticmethod
@@ -90,9 +92,11 @@ class Tree:
         return paths
 
     def accept(self, choices: list[int]) -> list[int]:
-        """The accepted nodes, root excluded: from the root on, the child that carries the target's choice at its parent.
+        """The accepted nodes, root excluded: from the root on, the child that carries the target's choice at its
+        parent.
 
-        `choices[i]` is the token the target puts behind node i. The bonus token is the choice at the last accepted node (or the root).
+        `choices[i]` is the token the target puts behind node i. The bonus token is the choice at the last accepted node
+        (or the root).
         """
         path, node = [], 0
         for child in range(1, len(self)):

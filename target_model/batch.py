@@ -1,8 +1,8 @@
 """The rows of one forward pass, passed explicitly to every layer: there is no global attention context.
 
-T rows, R sequences. A sequence's keys lie in logical *slots*; a page of the cache holds `page_size` consecutive slots. Slots below
-`committed` hold decided tokens, whose position equals their slot. Slots from `committed` on are scratch: the rows of a prefill chunk,
-or the nodes of a tree, where slot and position differ.
+T rows, R sequences. A sequence's keys lie in logical *slots*; a page of the cache holds `page_size` consecutive slots.
+Slots below `committed` hold decided tokens, whose position equals their slot. Slots from `committed` on are scratch:
+the rows of a prefill chunk, or the nodes of a tree, where slot and position differ.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""One paged pool for everything a sequence keeps: the target's K and V, the sparse layers' index K, and the draft's K and V.
+"""One paged pool for everything a sequence keeps: the target's K and V, the sparse layers' index K, and the draft's K
+and V.
 
-A page holds one sparse block of `page_size` slots, in every tensor under the same page id: whatever shares, moves or frees a page does it
-for all of them. Shapes: L layers, P pages, B slots in a page, K kv heads, D head dim.
+A page holds one sparse block of `page_size` slots, in every tensor under the same page id: whatever shares, moves or
+frees a page does it for all of them. Shapes: L layers, P pages, B slots in a page, K kv heads, D head dim.
 """
 
 from dataclasses import dataclass
@@ -69,8 +70,9 @@ class PagedCache:
     def commit(self, batch: Batch, path_RM: Tensor) -> None:
         """Moves the target's rows of accepted nodes behind the root: node path[r, m] goes to slot committed[r] + 1 + m.
 
-        `path_RM` int64 holds node numbers, root excluded, in order of depth, padded with -1. Source and destination overlap; a gather
-        finishes before its scatter begins, so every row is read before any is written. The draft's guessed rows are not moved.
+        `path_RM` int64 holds node numbers, root excluded, in order of depth, padded with -1. Source and destination
+        overlap; a gather finishes before its scatter begins, so every row is read before any is written. The draft's
+        guessed rows are not moved.
         """
         sources, targets = commit_slots(batch, path_RM)
         for pool in (self.k, self.v, self.index_k):

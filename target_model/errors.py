@@ -10,7 +10,9 @@ from typing import IO
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message is one line that names the thing; the command line prints it and exits 2."""
+    """Something the user can mend. The message is one line that names the thing; the command line prints it and exits
+    2.
+    """
 
 
 @contextlib.contextmanager

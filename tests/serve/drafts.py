@@ -17,24 +17,24 @@ from target_model.model import TargetModel
 
 
 def draft_config(config: M3Config, taps: tuple[int, ...] = (1, 3, 5), **changes) -> DraftConfig:
-    values = dict(
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=2 * config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=config.vocab_size,
-        rope_theta=config.rope_theta,
-        max_position=config.max_position,
-        rms_norm_eps=1e-6,
-        fc_norm=True,
-        norm_output=True,
-        norm_before_residual=False,
-        attention_bias=False,
-        taps=taps,
-    )
+    values = {
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.hidden_size,
+        "intermediate_size": 2 * config.hidden_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.vocab_size,
+        "rope_theta": config.rope_theta,
+        "max_position": config.max_position,
+        "rms_norm_eps": 1e-6,
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": False,
+        "attention_bias": False,
+        "taps": taps,
+    }
     return DraftConfig(**{**values, **changes})
 
 
@@ -51,8 +51,8 @@ def random_draft(target: TargetModel, seed: int = 0, taps: tuple[int, ...] = (1,
 class ScriptedDrafter(Drafter):
     """Keeps the real draft's rows up to date but proposes from a script: `script(sequence)` gives the tokens to come.
 
-    `hit(depth)` tells whether the true token is among the guesses of that depth, `rank` at which place among its siblings it stands.
-    All other nodes are wrong on purpose.
+    `hit(depth)` tells whether the true token is among the guesses of that depth, `rank` at which place among its
+    siblings it stands. All other nodes are wrong on purpose.
     """
 
     def __init__(

@@ -1,19 +1,21 @@
-"""Speculation never changes an answer: greedy and seeded sampling, trees and chains, alone and crowded, through preemption.
+"""Speculation never changes an answer: greedy and seeded sampling, trees and chains, alone and crowded, through
+preemption.
 
-The drafts follow a script of the plain continuation, so that acceptance is high, middling or only on a side branch as the test needs it.
+The drafts follow a script of the plain continuation, so that acceptance is high, middling or only on a side branch as
+the test needs it.
 """
 
 import random
 
 import pytest
 import torch
+from tests.fixtures import random_target
 
 from serve.engine import Engine
 from serve.request import Request, SamplingParams
 from serve.tree import TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
-from tests.fixtures import random_target
 from tests.serve.drafts import random_draft, scripted_engine
 
 TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32)]
@@ -112,12 +114,13 @@ def test_crowd_with_staggered_arrivals_and_aborts(target):
         for i in range(12)
     ]
     solo = {
-        i: Engine(target).generate([p], settings)[0].token_ids for i, (p, settings) in enumerate(zip(batch, params))
+        i: Engine(target).generate([p], settings)[0].token_ids
+        for i, (p, settings) in enumerate(zip(batch, params, strict=True))
     }
     continuations = {tuple(p): solo[i] for i, p in enumerate(batch)}
     tree = TreeConfig(4, 2, 8)
     expected = {}
-    for i, (p, settings) in enumerate(zip(batch, params)):
+    for i, (p, settings) in enumerate(zip(batch, params, strict=True)):
         (alone,) = scripted_engine(target, continuations, tree).generate([p], settings)
         expected[i] = [step.accepted for step in alone.steps]
     engine = scripted_engine(target, continuations, tree, prefill_tokens=13)
@@ -219,7 +222,7 @@ def test_logprobs_equal_plain(target, greedy_answers):
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=3)
     reference = Engine(target).generate(prompts(), params)
     completions = scripted_engine(target, greedy_answers, TreeConfig(4, 4, 16)).generate(prompts(), params)
-    for expected, got in zip(reference, completions):
+    for expected, got in zip(reference, completions, strict=True):
         assert [entry.token_id for entry in got.logprobs] == got.token_ids
         for a, b in zip(expected.logprobs, got.logprobs, strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
