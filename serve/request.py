@@ -64,7 +64,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise, so they differ."""
+    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise."""
 
     id: str
     prompt_ids: list[int]

@@ -52,7 +52,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome | None]:
-        """Computes the next `count` tokens of each sequence; an outcome where that completes a fresh prompt, else None."""
+        """Computes the next `count` tokens of each sequence; an outcome where that ends a fresh prompt, else None."""
         started = time.perf_counter()
         starts = [sequence.computed for sequence, _ in chunks]
         tokens = [sequence.token_ids[sequence.computed : sequence.computed + count] for sequence, count in chunks]
@@ -146,7 +146,7 @@ class Runner:
         return Batch.tree(self.cache.page_size, self.device, tokens, starts, tables, depths, ancestors)
 
     def _noise(self, sequences: list[Sequence], levels: int) -> Tensor | None:
-        """Noise of the next `levels` tokens of each sequence, [R, levels, V]; zeros for greedy ones, None when all are."""
+        """Noise of the next `levels` tokens of each sequence, [R, levels, V]: 0 for greedy ones, None if all are."""
         sampled = [index for index, sequence in enumerate(sequences) if not sequence.params.greedy]
         if not sampled:
             return None

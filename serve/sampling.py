@@ -27,7 +27,7 @@ class Row:
 
 
 def choose(logits_NV: Tensor, rows: list[Row], noise_NV: Tensor | None, eos_ids: tuple[int, ...]) -> Tensor:
-    """The target's token of every row, int64 [N]. `noise_NV` holds zeros on greedy rows; None when all rows are greedy."""
+    """The target's token of every row, int64 [N]. `noise_NV` is 0 on greedy rows, None when all are greedy."""
     logits_NV = adjust(logits_NV, rows, eos_ids)
     if noise_NV is None:
         return logits_NV.argmax(-1)

@@ -1,4 +1,4 @@
-"""Who runs in the next step: pages are reserved before a step, and what does not fit waits or is computed again later."""
+"""Who runs in the next step: pages are reserved before it; what does not fit waits or is computed again later."""
 
 from dataclasses import dataclass, field
 

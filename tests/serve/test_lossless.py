@@ -9,13 +9,13 @@ import random
 
 import pytest
 import torch
-from tests.fixtures import random_target
 
 from serve.engine import Engine
 from serve.request import Request, SamplingParams
 from serve.tree import TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
+from tests.fixtures import random_target
 from tests.serve.drafts import random_draft, scripted_engine
 
 TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32)]
@@ -106,7 +106,7 @@ def test_penalties_bias_and_min_tokens_act_per_node(target):
 
 
 def test_crowd_with_staggered_arrivals_and_aborts(target):
-    """Twelve requests of mixed kinds come and go; every survivor's text and accepted lengths are those of a solo run."""
+    """Twelve requests of mixed kinds come and go; survivors' text and accepted lengths are those of a solo run."""
     chance = random.Random(5)
     batch = prompts([chance.randrange(1, 90) for _ in range(12)], seed=8)
     params = [
