@@ -1,0 +1,88 @@
+"""Turns the rows' choices into work lists: the union of a tile's rows for query tiles, and a row mask of every block for trees.
+
+choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks.
+    union_kernel  tile of BLOCK_T rows -> ascending distinct blocks, each with one bit for each row that chose it, and their number
+    mask_kernel   sequence of at most 64 rows -> mask[r, k, block]: bit i set = row i chose it
+Trees: blocks without a committed key are left out (their keys are scratch slots, which are attended separately).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def union_kernel(
+    choice,  # int32 [T, K, N]
+    row_start,  # int32 [R + 1]
+    committed,  # int32 [R]
+    union,  # int32 [tiles, K, BLOCK_T * N]; tile i of sequence r is row_start[r] // BLOCK_T + r + i
+    union_rows,  # int32, same shape
+    union_count,  # int32 [tiles, K]
+    TREE: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    N_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tile = tl.program_id(0) // HEADS
+    head = tl.program_id(0) % HEADS
+    r = tl.program_id(1)
+    start = tl.load(row_start + r)
+    count = tl.load(row_start + r + 1) - start
+    if tile * BLOCK_T >= count:
+        return
+    e = tl.arange(0, BLOCK_T * N_PAD)
+    row = e // N_PAD
+    n = e % N_PAD
+    at = ((start + tile * BLOCK_T + row).to(tl.int64) * HEADS + head) * N + n
+    ids = tl.load(choice + at, mask=(n < N) & (tile * BLOCK_T + row < count), other=-1)
+    ok = ids >= 0
+    if TREE:
+        ok = ok & (ids * PAGE < tl.load(committed + r))
+    ids = tl.where(ok, ids, 0x7FFFFFFF)
+    same = (ids[:, None] == ids[None, :]) & ok[None, :]
+    members = tl.sum(tl.where(same, (1 << row)[None, :], 0), 1)
+    first = ok & (tl.min(tl.where(same, row[None, :], BLOCK_T), 1) == row)
+    rank = tl.sum((first[None, :] & (ids[None, :] < ids[:, None])).to(tl.int32), 1)
+    list_at = (start // BLOCK_T + r + tile) * HEADS + head
+    to = list_at.to(tl.int64) * (BLOCK_T * N) + rank
+    tl.store(union + to, ids, mask=first)
+    tl.store(union_rows + to, members, mask=first)
+    tl.store(union_count + list_at, tl.sum(first.to(tl.int32), 0))
+
+
+@triton.jit
+def mask_kernel(
+    choice,  # int32 [T, K, N]
+    row_start,  # int32 [R + 1]
+    committed,  # int32 [R]
+    mask,  # int64 [R, K, blocks]
+    blocks,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    r = tl.program_id(1) // HEADS
+    head = tl.program_id(1) % HEADS
+    start = tl.load(row_start + r)
+    count = tl.load(row_start + r + 1) - start
+    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
+    row = tl.arange(0, 64)
+    at = ((start + row).to(tl.int64) * HEADS + head) * N
+    hit = tl.zeros([BLOCK_B, 64], tl.int1)
+    for n in tl.static_range(N):
+        ids = tl.load(choice + at + n, mask=row < count, other=-1)
+        hit = hit | (ids[None, :] == b[:, None])
+    word = tl.sum(tl.where(hit, (tl.full([64], 1, tl.int64) << row.to(tl.int64))[None, :], 0), 1)
+    word = tl.where(b * PAGE < tl.load(committed + r), word, 0)
+    tl.store(mask + tl.program_id(1).to(tl.int64) * blocks + b, word, mask=b < blocks)
