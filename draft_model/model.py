@@ -1,0 +1,120 @@
+"""The EAGLE-3 draft: one Llama layer over the target's taps, which predicts the token after next.
+
+Shapes: T rows (any leading dimensions in training), A = taps * target hidden, H hidden, Q query heads, K kv heads, D head dim,
+V draft vocabulary. Row t reads the token x[t] and the taps of position t - 1, sits at RoPE position t and predicts x[t + 1]:
+
+    g      = fc(concat(fc_norm_i(tap_i)))          or, at later draft steps, the fed-back state
+    input  = concat(input_layernorm(embed(x[t])), hidden_norm(g))            [2H]
+    h      = residual + attention(input), residual = g, or hidden_norm(g) with norm_before_residual
+    h      = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h)); the fed-back state is h, or norm(h) with norm_output
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draft_model.config import DraftConfig
+from target_model.batch import Batch
+from target_model.cache import DraftKVShape, LayerCache
+
+
+class Eagle3Draft(nn.Module):
+    """q, k, v and gate, up are stored packed (fewer launches); `checkpoint.py` splits them into the published names."""
+
+    d2t: Tensor | None
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.config = config
+        hidden, heads_dim = config.hidden_size, config.num_heads * config.head_dim
+        packed = heads_dim + 2 * config.num_kv_heads * config.head_dim
+
+        def norm(width: int) -> nn.RMSNorm:
+            return nn.RMSNorm(width, eps=config.rms_norm_eps)
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        taps = config.num_aux if config.fc_norm else 0
+        self.fc_norm = nn.ModuleList(norm(config.target_hidden_size) for _ in range(taps))
+        self.fc = nn.Linear(config.num_aux * config.target_hidden_size, hidden, bias=False)
+        self.input_layernorm, self.hidden_norm = norm(hidden), norm(hidden)
+        self.qkv_proj = nn.Linear(2 * hidden, packed, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads_dim, hidden, bias=config.attention_bias)
+        self.post_attention_layernorm = norm(hidden)
+        self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
+        self.norm = norm(hidden)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        # d2t[i] = target id - i of draft id i, as published; absent for a full vocabulary.
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.pruned else None)
+
+    @property
+    def kv_shape(self) -> DraftKVShape:
+        """What the serving cache keeps for one token of the draft."""
+        return DraftKVShape(self.config.num_kv_heads, self.config.head_dim)
+
+    def project(self, aux_TA: Tensor) -> Tensor:
+        """The layer's feature from the target's taps, concatenated in the order of `config.taps`: [T, A] -> [T, H]."""
+        if self.config.fc_norm:
+            parts = aux_TA.chunk(self.config.num_aux, dim=-1)
+            aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(aux_TA)
+
+    def attention_inputs(
+        self, token_ids_T: Tensor, feature_TH: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q [T, Q, D], k and v [T, K, D] (q and k rotated to `positions_T`) and the residual [T, H]."""
+        return self.attention_inputs_embedded(self.embed_tokens(token_ids_T), feature_TH, positions_T)
+
+    def attention_inputs_embedded(
+        self, embedded_TH: Tensor, feature_TH: Tensor, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `attention_inputs`, with the tokens' embeddings already looked up."""
+        config = self.config
+        normed_TH = self.hidden_norm(feature_TH)
+        residual_TH = normed_TH if config.norm_before_residual else feature_TH
+        packed = self.qkv_proj(torch.cat([self.input_layernorm(embedded_TH), normed_TH], dim=-1))
+        heads = packed.unflatten(-1, (-1, config.head_dim))
+        rotated, v_TKD = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=-2)
+        q_TQD, k_TKD = self._rotate(rotated, positions_T).split([config.num_heads, config.num_kv_heads], dim=-2)
+        return q_TQD, k_TKD, v_TKD, residual_TH
+
+    def _rotate(self, x_TQD: Tensor, positions_T: Tensor) -> Tensor:
+        """RoPE over the whole head. Angles come from the positions themselves: no table that a long context could outgrow."""
+        dim = self.config.head_dim
+        exponents = torch.arange(0, dim, 2, device=x_TQD.device, dtype=torch.float32) / dim
+        angles = positions_T[..., None, None].float() * self.config.rope_theta**-exponents
+        cos, sin = angles.cos().to(x_TQD.dtype), angles.sin().to(x_TQD.dtype)
+        first, second = x_TQD.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    def attention_output(self, attended_TQD: Tensor, residual_TH: Tensor) -> Tensor:
+        """The layer behind attention: output projection, residual, MLP. Returns h [T, H]."""
+        state_TH = residual_TH + self.o_proj(attended_TQD.flatten(-2))
+        gate, up = self.gate_up_proj(self.post_attention_layernorm(state_TH)).chunk(2, dim=-1)
+        return state_TH + self.down_proj(F.silu(gate) * up)
+
+    def forward(self, batch: Batch, feature_TH: Tensor, cache: LayerCache) -> Tensor:
+        """One served draft step: writes the rows' K and V into the draft's cache and attends through it. Returns h [T, H].
+
+        Row of the token at position t: slot t (slot 0 holds nothing), feature of position t - 1.
+        """
+        from target_model.kernels import ops
+
+        q_TQD, k_TKD, v_TKD, residual_TH = self.attention_inputs(batch.token_ids, feature_TH, batch.positions)
+        ops.write_kv(k_TKD, v_TKD, cache.k, cache.v, batch)
+        scale = self.config.head_dim**-0.5
+        attended_TQD = ops.paged_attention(q_TQD, cache.k, cache.v, batch, scale, first_slot=1)
+        return self.attention_output(attended_TQD, residual_TH)
+
+    def next_feature(self, state_TH: Tensor) -> Tensor:
+        """What the next draft step takes in place of g."""
+        return self.norm(state_TH) if self.config.norm_output else state_TH
+
+    def logits(self, state_TH: Tensor) -> Tensor:
+        """fp32 logits over the draft's vocabulary, [T, V]."""
+        return self.lm_head(self.norm(state_TH)).float()
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids of the target's vocabulary for ids of the draft's."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

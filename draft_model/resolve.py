@@ -1,0 +1,116 @@
+"""From a draft's name to its files, with a sentence that says what was chosen and why.
+
+`eagle3` means: the draft bundled for the target, else the best run trained for it, else the published one. A path or a hub id also works.
+"""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from draft_model.config import read_json
+from target_model.config import default_taps
+from target_model.errors import UserError
+from target_model.resolve import ResolvedTarget
+
+PUBLISHED = {"MiniMax-M3": "Inferact/MiniMax-M3-EAGLE3"}
+
+
+@dataclass(frozen=True)
+class ResolvedDraft:
+    """`default_taps` serve a checkpoint that names no layers: the target's (None below 7 layers)."""
+
+    path: Path
+    why: str
+    default_taps: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One training run as its run.json tells it; best_al is None while no judge has measured it."""
+
+    name: str
+    path: Path
+    target: str
+    step: int
+    complete: bool
+    best_al: float | None
+
+
+def list_runs(root: str | Path = "runs") -> list[RunInfo]:
+    """Runs with an exported draft under `root`, the best first; those without a measured AL come last."""
+    runs = []
+    for record in sorted(Path(root).glob("*/run.json")):
+        values = read_json(record)
+        if (record.parent / "draft" / "config.json").is_file():
+            runs.append(_run_info(values, record))
+    return sorted(runs, key=lambda run: -1.0 if run.best_al is None else run.best_al, reverse=True)
+
+
+def _run_info(values: dict[str, Any], record: Path) -> RunInfo:
+    try:
+        best = values["best"]
+        return RunInfo(
+            values["name"],
+            record.parent,
+            values["target"],
+            values["step"],
+            values["complete"],
+            None if best is None else float(best["al"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{record} is not the record of a training run: {error!r}") from None
+
+
+def resolve_draft(name: str, target: ResolvedTarget, runs: str | Path = "runs") -> ResolvedDraft:
+    """Resolves `eagle3`, a directory or a hub id for `target`."""
+    taps = default_taps(target.config.num_layers) if target.config.num_layers >= 7 else None
+    if name == "eagle3":
+        path, why = _by_target(target, Path(runs))
+    elif Path(name).is_dir():
+        path, why = Path(name), f"draft {name}: the directory that was named"
+    elif "/" in name and not name.startswith((".", "/", "~")):
+        path, why = _from_hub(name), f"draft {name}: the hub repository that was named"
+    else:
+        raise UserError(f"draft {name} is neither `eagle3`, nor a directory, nor a hub id")
+    return ResolvedDraft(path, why, taps)
+
+
+def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
+    bundled = Path(str(resources.files("draft_model"))) / "bundled" / f"{target.name}-eagle3"
+    if bundled.is_dir():
+        return bundled, f"draft eagle3: the one bundled for {target.name}"
+    trained = [run for run in list_runs(runs) if run.target in (target.name, str(target.path))]
+    if trained:
+        best = trained[0]
+        measured = "not yet judged" if best.best_al is None else f"AL {best.best_al:.2f}"
+        return (
+            best.path / "draft",
+            f"draft eagle3: run {best.name} ({measured}), the best of {len(trained)} for {target.name}",
+        )
+    if target.name in PUBLISHED:
+        hub = PUBLISHED[target.name]
+        return _from_hub(hub), f"draft eagle3: {hub}, the published one, as no run was trained for {target.name}"
+    raise UserError(
+        f"no draft eagle3 for {target.name}: none is bundled or published, and {runs} holds no run trained for it "
+        f"(`spec train --target {target.name}` makes one)"
+    )
+
+
+def _from_hub(name: str) -> Path:
+    """The repository's files, from the local cache or the network; nothing but configuration and weights is fetched."""
+    patterns = ["*.json", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except HFValidationError:
+        raise UserError(f"draft {name} is neither a directory nor a valid hub id") from None
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=5))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"draft {name} is not in the local hub cache and cannot be fetched: {reason}") from None

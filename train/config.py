@@ -1,0 +1,220 @@
+"""The typed training configuration: YAML under `configs/`, dotted overrides, every mistake named by its key."""
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+import configs
+from target_model.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class DataConfig(_Section):
+    """Where the rows come from and how they are cut."""
+
+    path: str | list[str] = Field(description="JSONL files (also .xz, .gz) or `bundled:demo`")
+    sequence_length: int = Field(512, ge=8)
+    packing: bool = Field(False, description="several documents in one row; none of them sees another")
+    overflow: Literal["split", "truncate"] = Field("split", description="what happens to a document longer than a row")
+    thinking_mode: Literal["auto", "enabled", "disabled", "adaptive"] = "auto"
+    max_documents: int | None = Field(None, ge=1)
+
+
+class DraftSettings(_Section):
+    """Sizes and switches of the draft; sizes left out follow the target."""
+
+    init_from: str | None = Field(None, description="a draft to continue from (path, hub id or `eagle3`)")
+    intermediate_size: int | None = Field(None, ge=1)
+    num_heads: int | None = Field(None, ge=1)
+    num_kv_heads: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(None, ge=2)
+    draft_vocab_size: int | None = Field(None, ge=2, description="the most frequent tokens of the data only")
+    taps: list[int] | None = Field(None, description='target layers, "entering layer k"')
+    fc_norm: bool = True
+    norm_output: bool = True
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+    train_embedding: bool = False
+    train_head: bool = True
+    initialisation: Literal["random", "regression"] = Field(
+        "random", description="regression: fc and attention start from a least-squares fit of the target's next state"
+    )
+
+
+class TTTConfig(_Section):
+    """Training-time test."""
+
+    steps: int = Field(7, ge=1, le=16)
+    decay: float = Field(0.8, gt=0, le=1)
+    attention: Literal["auto", "explicit", "flash"] = "auto"
+
+
+class LossConfig(_Section):
+    kind: Literal["kl", "lk"] = "kl"
+    eta: float = Field(3.0, ge=0, description="LK: weight of the KL part is exp(-eta * alpha)")
+    chunk_elements: int = Field(1 << 26, ge=1, description="logits held at once, rows x vocabulary")
+
+
+class OptimizerConfig(_Section):
+    lr: float = Field(1e-4, gt=0)
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip: float = Field(1.0, gt=0)
+
+
+class ScheduleConfig(_Section):
+    """Length of the run (exactly one of steps, epochs, tokens) and the learning rate's course."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    tokens: int | None = Field(None, ge=1)
+    warmup: float = Field(0.02, ge=0, le=1, description="fraction of the steps")
+    final: float = Field(0.0, ge=0, le=1, description="learning rate at the end, as a fraction of lr")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> "ScheduleConfig":
+        if sum(value is not None for value in (self.steps, self.epochs, self.tokens)) != 1:
+            raise ValueError("give exactly one of steps, epochs, tokens")
+        return self
+
+
+class FeatureConfig(_Section):
+    cache: bool = Field(False, description="keep captured features in memory, so that later epochs need no target")
+    capture_rows: int = Field(16, ge=1, description="rows in one forward pass of the target")
+
+
+class EngineConfig(_Section):
+    """DeepSpeed. global batch = micro_batch x accumulate x processes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: float32 on CPU, bfloat16 on CUDA")
+    zero_stage: int = Field(0, ge=0, le=3)
+    micro_batch: int = Field(8, ge=1)
+    accumulate: int = Field(1, ge=1)
+    threads: int | None = Field(None, ge=1, description="CPU threads; None: torch's own choice")
+    compile: bool = False
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(500, ge=1, description="optimizer steps")
+    keep: int = Field(2, ge=1)
+    export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+
+
+class EvalConfig(_Section):
+    every: int | None = Field(None, ge=1, description="optimizer steps between judgements; None: only at the end")
+
+
+class LogConfig(_Section):
+    every: int = Field(10, ge=1)
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    project: str = "eagle3"
+
+
+class TrainConfig(_Section):
+    """One training run."""
+
+    name: str = Field(pattern=r"^[\w][\w.\-]*$")
+    target: str = "m3-tiny"
+    output: str = Field("runs", description="directory that holds the run's folder")
+    seed: int = 0
+    resume: bool = Field(True, description="continue the run of this name; false replaces it")
+    data: DataConfig
+    draft: DraftSettings = DraftSettings()
+    ttt: TTTConfig = TTTConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig
+    features: FeatureConfig = FeatureConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.output) / self.name
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 3e-4 is a number (YAML 1.1 wants a dot) and a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise UserError(f"configuration key {key} is given twice (line {node.start_mark.line + 1} on)")
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
+    """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`."""
+    path = Path(source)
+    if not path.is_file():
+        path = Path(configs.__file__).parent / f"{source}.yaml"
+        if not path.is_file():
+            known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+            raise UserError(f"no training configuration {source}: neither a file nor one of {', '.join(known)}")
+    values = _parse(path.read_text(), str(path))
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold keys and values")
+    for override in overrides:
+        _apply(values, override)
+    return parse_config(values, str(path))
+
+
+def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
+    """Validates plain values; the first mistake becomes one line that names its key."""
+    try:
+        return TrainConfig.model_validate(values)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_sentence(error.errors()[0])}") from None
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {override!r} is not of the form section.key=value")
+    for part in parts[:-1]:
+        values = values.setdefault(part, {})
+        if not isinstance(values, dict):
+            raise UserError(f"override {key}: {part} is not a section")
+    values[parts[-1]] = _parse(text, f"override {key}")
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    # Unions add the branch's type to the location; field names are what the user wrote.
+    parts = [str(part) for part in error["loc"] if str(part) not in ("str", "list[str]")]
+    key = ".".join(parts)
+    if error["type"] == "extra_forbidden":
+        section: Any = TrainConfig
+        for part in parts[:-1]:
+            section = section.model_fields[part].annotation
+        close = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
+        return f"unknown key {key}" + (f" (did you mean {close[0]}?)" if close else "")
+    if error["type"] == "missing":
+        return f"key {key} is missing"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{key}: {message[0].lower()}{message[1:]}, not {error['input']!r}" if parts else message

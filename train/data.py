@@ -1,0 +1,225 @@
+"""Rows of text -> documents of token ids with supervised spans -> rectangular training rows.
+
+N training rows, S tokens in a row. A row holds one document, or with packing several; a document longer than a row is split or truncated.
+"""
+
+import gzip
+import json
+import lzma
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from target_model.errors import UserError
+from target_model.tokenizer import Tokenizer
+from train.config import DataConfig
+
+_SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bing": "assistant",
+    "chatgpt": "assistant", "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and, for each, the number (from 1) of the supervised span that it lies in, or 0."""
+
+    token_ids: np.ndarray
+    spans: np.ndarray
+
+
+@dataclass(frozen=True)
+class TrainingRows:
+    """int32 [N, S] each. `documents` counts the documents of a row from 1, 0 is padding; a span number is unique in its row.
+
+    dropped counts the input rows that were left out, by reason; `tokens` and `supervised` count what was kept.
+    """
+
+    token_ids: np.ndarray
+    documents: np.ndarray
+    spans: np.ndarray
+    dropped: Counter
+    documents_read: int
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def tokens(self) -> int:
+        return int((self.documents > 0).sum())
+
+    @property
+    def supervised(self) -> int:
+        return int((self.spans > 0).sum())
+
+    def summary(self) -> str:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        return (
+            f"{self.documents_read} documents, {len(self)} rows of {self.token_ids.shape[1]}, {self.tokens} tokens, "
+            f"{self.supervised} supervised; dropped: {dropped}"
+        )
+
+
+def valid_steps(documents: np.ndarray, spans: np.ndarray, steps: int) -> np.ndarray:
+    """How many TTT steps of row p count, 0..`steps`: int32, same shape as the inputs [.., S].
+
+    Row (p, k) reads the feature of p and the tokens x[p+1..p+1+k] and is judged on x[p+2+k]. It counts only if p..p+2+k lie in one
+    document and x[p+1..p+2+k] in one supervised span. Spans are contiguous, so row p has as many steps as tokens follow x[p+1] in its span.
+    """
+    length = spans.shape[-1]
+    # end[i]: index of the last token of the span that token i lies in, found from the right.
+    last = np.ones(spans.shape, bool)
+    last[..., :-1] = spans[..., :-1] != spans[..., 1:]
+    end = np.where(last, np.arange(length), length)
+    end = np.minimum.accumulate(end[..., ::-1], axis=-1)[..., ::-1]
+    counted = np.zeros(spans.shape, np.int32)
+    following = end[..., 1:] - np.arange(1, length)
+    inside = (spans[..., 1:] > 0) & (documents[..., :-1] == documents[..., 1:])
+    counted[..., :-1] = np.where(inside, following, 0)
+    return counted.clip(0, steps)
+
+
+def load_rows(config: DataConfig, tokenizer: Tokenizer, seed: int) -> TrainingRows:
+    """Reads, tokenises and lays out all rows. Refuses a data set in which nothing is supervised."""
+    paths = [config.path] if isinstance(config.path, str) else config.path
+    dropped: Counter = Counter()
+    documents: list[Document] = []
+    read = 0
+    for raw, where in _read(paths, config.max_documents):
+        read += 1
+        document = _tokenise(raw, where, tokenizer, config, dropped)
+        if document is not None:
+            documents += _cut(document, config, dropped)
+    if read == 0:
+        raise UserError(f"the data set {', '.join(paths)} is empty")
+    if not documents:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise UserError(f"no row of {', '.join(paths)} can be trained on: {reasons}")
+    order = np.random.default_rng([seed, 1]).permutation(len(documents))
+    bins = _pack([documents[i] for i in order], config.sequence_length if config.packing else 0)
+    return TrainingRows(*_lay_out(bins, config.sequence_length), dropped, read)
+
+
+def _read(paths: Iterable[str], limit: int | None) -> Iterator[tuple[dict[str, Any], str]]:
+    count = 0
+    for name in paths:
+        path = bundled_path(name.removeprefix("bundled:")) if name.startswith("bundled:") else Path(name)
+        opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+        try:
+            with opener(path, "rt", encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if count == limit:
+                        return
+                    if line.strip():
+                        count += 1
+                        yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
+        except FileNotFoundError:
+            raise UserError(f"data file {path} does not exist") from None
+        except (OSError, EOFError, UnicodeError, lzma.LZMAError) as error:
+            raise UserError(f"data file {path} cannot be read: {error}") from None
+
+
+def bundled_path(name: str) -> Path:
+    """A data file that comes with the package."""
+    path = Path(str(resources.files("train"))) / "bundled" / f"{name}.jsonl.xz"
+    if not path.is_file():
+        raise UserError(f"no bundled data set {name} ({path.name} is not in the package)")
+    return path
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{where} must be a JSON object")
+    return value
+
+
+def _tokenise(
+    raw: dict[str, Any], where: str, tokenizer: Tokenizer, config: DataConfig, dropped: Counter
+) -> Document | None:
+    if "text" in raw:
+        if not isinstance(raw["text"], str) or not raw["text"]:
+            dropped["without text"] += 1
+            return None
+        ids = np.array(tokenizer.encode(raw["text"]), np.int32)
+        return Document(ids, np.ones_like(ids))
+    messages = _messages(raw)
+    if messages is None:
+        raise UserError(f"{where} has none of the keys messages, conversations, text")
+    if not any(message.get("role") == "assistant" for message in messages):
+        dropped["without an assistant turn"] += 1
+        return None
+    try:
+        ids, mask = tokenizer.render_training(messages, thinking_mode=config.thinking_mode)
+    except UserError:
+        dropped["that the chat template refuses"] += 1
+        return None
+    mask = np.array(mask, bool)
+    starts = mask & ~np.concatenate([[False], mask[:-1]])
+    return Document(np.array(ids, np.int32), (np.cumsum(starts) * mask).astype(np.int32))
+
+
+def _messages(raw: dict[str, Any]) -> list[dict[str, Any]] | None:
+    if isinstance(raw.get("messages"), list):
+        return raw["messages"]
+    turns = raw.get("conversations")
+    if not isinstance(turns, list):
+        return None
+    return [{"role": _SHAREGPT_ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
+
+
+def _cut(document: Document, config: DataConfig, dropped: Counter) -> list[Document]:
+    """The document's pieces of at most a row that hold at least one valid training row."""
+    length = config.sequence_length
+    total = len(document.token_ids)
+    if config.overflow == "truncate" and total > length:
+        dropped["with a tail cut off (row kept)"] += 1
+        total = length
+    pieces = []
+    for start in range(0, total, length):
+        ids, spans = document.token_ids[start : start + length], document.spans[start : start + length]
+        if valid_steps(np.ones_like(spans), spans, 1).any():
+            pieces.append(Document(ids, spans))
+        else:
+            dropped["pieces without a supervised row"] += 1
+    return pieces
+
+
+def _pack(documents: list[Document], length: int) -> list[list[Document]]:
+    """First fit into the latest open rows; length 0: one document a row."""
+    bins: list[list[Document]] = []
+    room: list[int] = []
+    for document in documents:
+        size = len(document.token_ids)
+        # Only the last rows are tried: linear time, and the order stays close to the shuffled one.
+        fitting = (i for i in range(max(0, len(bins) - 64), len(bins)) if room[i] >= size)
+        i = next(fitting, None)
+        if i is None:
+            bins.append([])
+            room.append(length)
+            i = len(bins) - 1
+        bins[i].append(document)
+        room[i] -= size
+    return bins
+
+
+def _lay_out(bins: list[list[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    token_ids, documents, spans = (np.zeros((len(bins), length), np.int32) for _ in range(3))
+    for row, members in enumerate(bins):
+        start = next_span = 0
+        for number, document in enumerate(members, 1):
+            end = start + len(document.token_ids)
+            token_ids[row, start:end] = document.token_ids
+            documents[row, start:end] = number
+            spans[row, start:end] = np.where(document.spans > 0, document.spans + next_span, 0)
+            next_span = max(next_span, int(spans[row, start:end].max()))
+            start = end
+    return token_ids, documents, spans

@@ -1,0 +1,172 @@
+"""The DeepSpeed engine that owns the draft: ZeRO, bf16 with fp32 masters, accumulation, clipping, checkpoints.
+
+The only file that imports deepspeed. No extension is built: AdamW is torch's, and the shared-memory collective is switched off.
+"""
+
+import copy
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import set_accelerator
+from torch import Tensor, nn
+
+from draft_model.model import Eagle3Draft
+from target_model.errors import UserError
+from train.config import TrainConfig
+from train.features import Features
+from train.loss import LossSettings, StepSums, Teacher, ttt_loss
+from train.ttt import AttentionKind, unroll
+
+_PARTIAL = ".partial"
+
+
+class DraftStep(nn.Module):
+    """Features in, loss and metric sums out: the module that DeepSpeed wraps."""
+
+    def __init__(
+        self, draft: Eagle3Draft, steps: int, attention: AttentionKind, settings: LossSettings, compiled: bool
+    ):
+        super().__init__()
+        self.draft = draft
+        self.steps, self.attention, self.settings = steps, attention, settings
+        self._unroll = torch.compile(unroll) if compiled else unroll
+
+    def forward(self, features: Features, teacher: Teacher, weights: Tensor) -> tuple[Tensor, StepSums]:
+        states = self._unroll(self.draft, features, self.steps, self.attention)
+        head = self.draft.lm_head.weight
+        return ttt_loss(states, head, features.final_state, features.valid_steps, weights, teacher, self.settings)
+
+
+def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
+    """The device and the compute dtype of this process."""
+    cuda = torch.cuda.is_available()
+    if config.engine.device == "cuda" and not cuda:
+        raise UserError("engine.device is cuda, but this machine has no CUDA device")
+    kind = config.engine.device if config.engine.device != "auto" else ("cuda" if cuda else "cpu")
+    dtype = config.engine.dtype if config.engine.dtype != "auto" else ("bfloat16" if kind == "cuda" else "float32")
+    if kind == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype)
+    return torch.device(kind), getattr(torch, dtype)
+
+
+def start_processes(device: torch.device) -> tuple[int, int]:
+    """(rank, world size). A process that no launcher started becomes a world of one."""
+    if "RANK" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        os.environ.update(alone)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        set_accelerator(CPU_Accelerator())
+        # Compiling this extension takes minutes and needs a compiler; gloo does its work.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def deepspeed_json(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """DeepSpeed's configuration, derived from ours."""
+    return {
+        "train_micro_batch_size_per_gpu": config.engine.micro_batch,
+        "gradient_accumulation_steps": config.engine.accumulate,
+        "gradient_clipping": config.optimizer.clip,
+        "zero_optimization": {"stage": config.engine.zero_stage},
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 40,
+    }
+
+
+class DraftEngine:
+    """One optimizer step at a time over micro batches of `Features`."""
+
+    def __init__(self, draft: Eagle3Draft, teacher: Teacher, config: TrainConfig, dtype: torch.dtype):
+        loss = LossSettings(config.loss.kind, config.loss.eta, config.loss.chunk_elements)
+        module = DraftStep(draft, config.ttt.steps, config.ttt.attention, loss, config.engine.compile)
+        trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=config.optimizer.lr,
+            betas=tuple(config.optimizer.betas),
+            eps=config.optimizer.eps,
+            weight_decay=config.optimizer.weight_decay,
+        )
+        self.draft_config, self.dtype, self.teacher = draft.config, dtype, teacher
+        self.engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, model_parameters=trained, config=deepspeed_json(config, dtype)
+        )
+        # DeepSpeed divides gradients by the micro batches of a step; our row weights are already those of the whole step.
+        self._undo_average = self.engine.gradient_accumulation_steps() * self.engine.world_size
+
+    def step(self, micro_batches: list[Features], weights: Tensor, rate: float) -> StepSums:
+        """Forward and backward over the micro batches of one optimizer step, then the update. Sums are this rank's."""
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        total: StepSums | None = None
+        for features in micro_batches:
+            loss, sums = self.engine(features, self.teacher, weights)
+            self.engine.backward(loss * self._undo_average)
+            self.engine.step()
+            total = sums if total is None else total + sums
+        return total
+
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return float(norm) if norm is not None else 0.0
+
+    def export(self) -> Eagle3Draft:
+        """A frozen copy of the draft on this device, in the compute dtype. All ranks call it together."""
+        draft = self.engine.module.draft
+        parameters = list(draft.parameters())
+        copied = Eagle3Draft(self.draft_config).to(parameters[0].device, self.dtype)
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self.engine.zero_optimization_stage() == 3):
+            copied.load_state_dict(draft.state_dict())
+        return copied.eval().requires_grad_(False)
+
+    def save(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
+        """Writes `directory`/step-N with weights (frozen ones too), optimizer and `state`; it appears whole or not at all."""
+        final = directory / f"step-{step:08d}"
+        partial = directory / (final.name + _PARTIAL)
+        try:
+            self.engine.save_checkpoint(
+                str(directory), tag=partial.name, client_state=copy.deepcopy(state), save_latest=False
+            )
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"checkpoint {final} could not be written: {error}") from None
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            partial.rename(final)
+        torch.distributed.barrier()
+        return final
+
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Continues from a saved step; returns the state it was saved with."""
+        path, state = self.engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        if path is None:
+            raise UserError(f"checkpoint {checkpoint} cannot be read")
+        return state
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if not path.name.endswith(_PARTIAL))

@@ -1,0 +1,88 @@
+"""The draft before its first step: sizes from the settings and the target, weights copied from the target where they exist there."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from draft_model.config import DraftConfig
+from draft_model.model import Eagle3Draft
+from target_model.config import M3Config, default_taps
+from target_model.errors import UserError
+from target_model.model import TargetModel
+from train.config import DraftSettings
+from train.data import TrainingRows
+
+
+def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
+    """Sizes that the settings leave out follow the target: its width, heads, RoPE and length; three times its width for the MLP."""
+    heads = settings.num_heads or target.num_heads
+    return DraftConfig(
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=settings.intermediate_size or 3 * target.hidden_size,
+        num_heads=heads,
+        num_kv_heads=settings.num_kv_heads or heads,
+        head_dim=settings.head_dim or target.head_dim,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=settings.draft_vocab_size or target.vocab_size,
+        rope_theta=target.rope_theta,
+        max_position=target.max_position,
+        rms_norm_eps=target.rms_norm_eps,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+        norm_before_residual=settings.norm_before_residual,
+        attention_bias=settings.attention_bias,
+        taps=tuple(settings.taps) if settings.taps is not None else default_taps(target.num_layers),
+    )
+
+
+def choose_vocabulary(rows: TrainingRows, size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The `size` most frequent supervised tokens (ties: lower id), ascending int64, and the share of the tokens they cover."""
+    counts = np.bincount(rows.token_ids[rows.spans > 0], minlength=vocab_size)
+    kept = np.sort(np.argsort(-counts, kind="stable")[:size])
+    return torch.from_numpy(kept.astype(np.int64)), float(counts[kept].sum() / counts.sum())
+
+
+@torch.no_grad()
+def new_draft(settings: DraftSettings, target: TargetModel, rows: TrainingRows, seed: int) -> Eagle3Draft:
+    """A fresh fp32 draft on the target's device; the same seed gives the same weights on every device."""
+    config = draft_config(settings, target.config)
+    target.check_taps(config.taps)
+    generator = torch.Generator().manual_seed(seed)
+    draft = Eagle3Draft(config)
+    for module in draft.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(std=1 / math.sqrt(module.in_features), generator=generator)
+            if module.bias is not None:
+                module.bias.zero_()
+    # The layer starts as a small correction of its residual.
+    for module in (draft.o_proj, draft.down_proj):
+        module.weight.mul_(0.5)
+    draft.to(target.device)
+    copy_from_target(draft, target, rows)
+    return draft
+
+
+@torch.no_grad()
+def copy_from_target(draft: Eagle3Draft, target: TargetModel, rows: TrainingRows) -> None:
+    """Embedding, final norm and output head (its kept rows under a pruned vocabulary, whose map is chosen here)."""
+    config = draft.config
+    if config.hidden_size != target.config.hidden_size:
+        raise UserError(f"draft hidden size {config.hidden_size} differs from the target's {target.config.hidden_size}")
+    draft.embed_tokens.weight.copy_(target.embed_tokens.weight)
+    draft.norm.weight.copy_(target.norm.scale)
+    head = target.lm_head.weight
+    if config.pruned:
+        kept, _ = choose_vocabulary(rows, config.draft_vocab_size, config.vocab_size)
+        draft.d2t.copy_(kept - torch.arange(len(kept)))
+        head = head[kept.to(head.device)]
+    draft.lm_head.weight.copy_(head)
+
+
+def set_trainable(draft: Eagle3Draft, settings: DraftSettings) -> None:
+    """Freezes what the settings do not train. A frozen embedding stays equal to the target's, which some servers rely on."""
+    draft.requires_grad_(True)
+    draft.embed_tokens.weight.requires_grad_(settings.train_embedding)
+    draft.lm_head.weight.requires_grad_(settings.train_head)

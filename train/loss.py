@@ -1,0 +1,229 @@
+"""Loss of all TTT steps against the target's distribution, in chunks: logits of [tokens, vocabulary] never exist.
+
+R rows, S tokens, T = R * S flattened, H hidden, V draft vocabulary, W target vocabulary, C rows of a chunk.
+Row p of step k predicts x[p + 2 + k], for which the target's distribution comes from its final state at p + 1 + k. So the states of all
+steps that share a label share one teacher distribution: a chunk of positions needs one teacher product for all steps.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The frozen target's output head. `kept_ids` int64 [V]: target ids of a pruned draft vocabulary, else None."""
+
+    head_WH: Tensor
+    kept_ids: Tensor | None
+
+    def distribution(self, state_CH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log p over the draft's vocabulary [C, V], renormalised there; argmax over the target's [C]; log of the kept mass [C, 1]."""
+        logits_CW = torch.nn.functional.linear(state_CH, self.head_WH).float()
+        best_C = logits_CW.argmax(-1)
+        if self.kept_ids is None:
+            return logits_CW.log_softmax(-1), best_C, None
+        total = logits_CW.logsumexp(-1, keepdim=True)
+        kept = logits_CW[:, self.kept_ids]
+        mass = kept.logsumexp(-1, keepdim=True)
+        return kept - mass, best_C, mass - total
+
+
+@dataclass
+class StepSums:
+    """Sums over the valid rows of one or more micro batches, by TTT step; fp64 [steps] on the device.
+
+    hits: the draft's best token is the target's best; joint: hits at this and all earlier steps of the row.
+    """
+
+    rows: Tensor
+    loss: Tensor
+    alpha: Tensor
+    hits: Tensor
+    joint: Tensor
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        return StepSums(*(a + b for a, b in zip(self.tensors(), other.tensors(), strict=True)))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows, self.loss, self.alpha, self.hits, self.joint)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """tau_sim, loss by step, alpha by step, accuracy by step given that all earlier steps hit."""
+        rows, loss, alpha, _, joint = (tensor.tolist() for tensor in self.tensors())
+        share = [j / max(n, 1) for j, n in zip(joint, rows, strict=True)]
+        # Rows thin out towards the end of a span; the joint hits of step k are compared with the rows that have a step k.
+        return {
+            "tau_sim": 1 + sum(share),
+            "step_loss": [a / max(n, 1) for a, n in zip(loss, rows, strict=True)],
+            "step_alpha": [a / max(n, 1) for a, n in zip(alpha, rows, strict=True)],
+            "step_accuracy": [
+                now / before if before else 0.0 for now, before in zip(share, [1.0, *share], strict=False)
+            ],
+            "rows": rows,
+        }
+
+
+def step_weights(counts: Tensor, decay: float) -> Tensor:
+    """Weight of one row's loss, by step: w_k / N_k / sum of w over the steps that have rows, w_k = decay^k. fp32 [steps]."""
+    counts = counts.double()
+    weights = decay ** torch.arange(len(counts), dtype=torch.float64, device=counts.device)
+    weights = torch.where(counts > 0, weights, 0.0)
+    return (weights / counts.clamp(min=1) / weights.sum().clamp(min=1e-30)).float()
+
+
+def count_rows(valid_steps: Tensor, steps: int) -> Tensor:
+    """N_k: rows that count at each step. int64 [steps]."""
+    return torch.bincount(valid_steps.flatten(), minlength=steps + 1).flip(0).cumsum(0).flip(0)[1 : steps + 1]
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """kind kl: KL(p || q). lk: w * KL + (1 - w) * (1 - alpha), alpha = sum min(p, q), w = exp(-eta * alpha) without gradient.
+
+    Under a pruned vocabulary the KL uses p renormalised over the kept tokens, alpha the true p.
+    with_alpha: alpha is measured also when the loss does not need it.
+    """
+
+    kind: Literal["kl", "lk"] = "kl"
+    eta: float = 3.0
+    chunk_elements: int = 1 << 26
+    with_alpha: bool = True
+
+
+@dataclass
+class _Plan:
+    """What the fused function needs beside the differentiable tensors."""
+
+    final_state_TH: Tensor
+    valid_steps_T: Tensor
+    weights: Tensor
+    teacher: Teacher
+    target_of_draft: Tensor | None
+    settings: LossSettings
+    sums: StepSums | None = field(default=None)
+
+
+def ttt_loss(
+    normed_states: list[Tensor],
+    head_VH: Tensor,
+    final_state: Tensor,
+    valid_steps: Tensor,
+    weights: Tensor,
+    teacher: Teacher,
+    settings: LossSettings,
+) -> tuple[Tensor, StepSums]:
+    """Sum over steps k and valid rows of weights[k] * loss(row): fp32 scalar, and the sums for metrics.
+
+    normed_states: [R, S, H] a step; final_state [R, S, H target]; valid_steps int64 [R, S]; weights fp32 [steps] (see `step_weights`).
+    Gradients for the states and the head are made in the forward pass, chunk by chunk.
+    """
+    plan = _Plan(final_state.flatten(0, 1), valid_steps.flatten(), weights, teacher, teacher.kept_ids, settings)
+    loss = _ChunkedLoss.apply(plan, head_VH, *(state.flatten(0, 1) for state in normed_states))
+    return loss, plan.sums
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: _Plan, head_VH: Tensor, *states_TH: Tensor) -> Tensor:
+        steps, vocabulary = len(states_TH), head_VH.shape[0]
+        need_head = ctx.needs_input_grad[1]
+        need_states = any(ctx.needs_input_grad[2:])
+        grads = [torch.zeros_like(state) if need_states else None for state in states_TH]
+        head_grad = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device) if need_head else None
+        total = torch.zeros((), dtype=torch.float32, device=head_VH.device)
+        anchors = (plan.valid_steps_T > 0).nonzero()[:, 0]
+        hits = torch.zeros(steps, len(plan.valid_steps_T), dtype=torch.bool, device=head_VH.device)
+        sums = torch.zeros(2, steps, dtype=torch.float64, device=head_VH.device)
+        widest = max(vocabulary, plan.teacher.head_WH.shape[0])
+        for chunk in anchors.split(max(1, plan.settings.chunk_elements // (4 * widest))):
+            teacher = plan.teacher.distribution(plan.final_state_TH[chunk + 1])
+            for step in range(steps):
+                rows, picked = _rows_of_step(plan.valid_steps_T, chunk, step)
+                chosen = teacher if picked is None else tuple(None if t is None else t[picked] for t in teacher)
+                state = states_TH[step][rows]
+                logits = torch.nn.functional.linear(state, head_VH)
+                row_loss, alpha, hit, grad = _row_losses(
+                    logits, *chosen, plan.target_of_draft, plan.settings, need_head or need_states
+                )
+                hits[step, rows] = hit
+                sums[0, step] += row_loss.sum(dtype=torch.float64)
+                if alpha is not None:
+                    sums[1, step] += alpha.sum(dtype=torch.float64)
+                if grad is None:
+                    continue
+                grad = (grad * plan.weights[step]).to(head_VH.dtype)
+                if need_states:
+                    grads[step][rows] = grad @ head_VH
+                if need_head:
+                    head_grad += grad.T @ state
+        total = (sums[0].float() * plan.weights).sum()
+        plan.sums = _step_sums(plan.valid_steps_T, hits, sums)
+        ctx.save_for_backward(
+            *([head_grad.to(head_VH.dtype)] if need_head else []), *(g for g in grads if g is not None)
+        )
+        ctx.flags = need_head, need_states, steps
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_loss: Tensor):
+        need_head, need_states, steps = ctx.flags
+        saved = [grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        head = saved.pop(0) if need_head else None
+        return None, head, *(saved if need_states else [None] * steps)
+
+
+def _rows_of_step(valid_steps_T: Tensor, chunk: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    """Rows p of `step` whose label is that of the chunk's anchors, and which anchors those are (None: all).
+
+    An anchor is a row a that counts at step 0; row a - step at `step` has the same label x[a + 2].
+    """
+    if step == 0:
+        return chunk, None
+    rows = chunk - step
+    counted = (valid_steps_T[rows.clamp(min=0)] > step) & (rows >= 0)
+    picked = counted.nonzero()[:, 0]
+    return rows[picked], picked
+
+
+def _row_losses(
+    logits_CV: Tensor,
+    log_p_CV: Tensor,
+    best_C: Tensor,
+    log_mass_C1: Tensor | None,
+    target_of_draft: Tensor | None,
+    settings: LossSettings,
+    need_grad: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(loss [C], alpha [C] or None, hit [C], d loss / d logits [C, V] or None), all closed forms in fp32."""
+    log_q = logits_CV.float().log_softmax(-1)
+    best = logits_CV.argmax(-1)
+    hit = (best if target_of_draft is None else target_of_draft[best]) == best_C
+    p, alpha = log_p_CV.exp(), None
+    loss = (p * (log_p_CV - log_q)).sum(-1)
+    lk = settings.kind == "lk"
+    q = log_q.exp() if need_grad or lk or settings.with_alpha else None
+    if lk or settings.with_alpha:
+        true_p = p if log_mass_C1 is None else p * log_mass_C1.exp()
+        alpha = torch.minimum(true_p, q).sum(-1)
+    grad = q - p if need_grad else None
+    if lk:
+        weight = torch.exp(-settings.eta * alpha)
+        loss = weight * loss + (1 - weight) * (1 - alpha)
+        if need_grad:
+            below = q * (q < true_p)
+            grad = weight[:, None] * grad - (1 - weight[:, None]) * (below - q * below.sum(-1, keepdim=True))
+    return loss, alpha, hit, grad
+
+
+def _step_sums(valid_steps_T: Tensor, hits: Tensor, sums: Tensor) -> StepSums:
+    steps = len(hits)
+    valid = valid_steps_T > torch.arange(steps, device=hits.device)[:, None]
+    alive = hits.int().cumprod(0).bool() & valid
+
+    def count(flags: Tensor) -> Tensor:
+        return flags.sum(-1, dtype=torch.float64)
+
+    return StepSums(count(valid), sums[0], sums[1], count(hits & valid), count(alive))

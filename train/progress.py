@@ -1,0 +1,55 @@
+"""Console progress: one bar with loss, tau_sim, tokens per second and the time left."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from train.config import TrainConfig
+
+
+class ProgressDisplay:
+    """A context manager; silent when not enabled."""
+
+    def __init__(self, config: TrainConfig, *, enabled: bool):
+        self.enabled = enabled
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("eta"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not enabled,
+        )
+        self._task = self._progress.add_task(config.name, total=None, numbers="")
+
+    def __enter__(self) -> "ProgressDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def stage(self, text: str) -> None:
+        """What happens now, beside the bar."""
+        self._progress.update(self._task, numbers=text)
+
+    def note(self, text: str) -> None:
+        """A line above the bar."""
+        if self.enabled:
+            self._progress.console.print(text, highlight=False)
+
+    def start(self, step: int, total: int) -> None:
+        self._progress.reset(self._task, completed=step, total=total, numbers="")
+
+    def advance(self, step: int, metrics: dict[str, Any], tokens: int) -> None:
+        numbers = ""
+        if metrics:
+            numbers = (
+                f"loss {metrics['loss']:.3f}  tau_sim {metrics['tau_sim']:.2f}  "
+                f"{metrics['tokens_per_second']:,.0f} tokens/s  {tokens / 1e6:.2f} M tokens"
+            )
+        self._progress.update(self._task, completed=step, numbers=numbers)

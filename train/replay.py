@@ -1,0 +1,81 @@
+"""al_replay: the acceptance length of a greedy chain, without a server.
+
+Walk the target's own greedy text: at committed length P the draft predicts k tokens in a chain from true features, the accepted ones are
+those that equal the text, and P moves on by accepted + 1. In fp32 this equals the served AL of a greedy chain of length k.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draft_model.model import Eagle3Draft
+from target_model.model import TargetModel
+from train.features import Features, document_positions
+from train.ttt import unroll
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """Over all prompts: verify steps, tokens they emitted, drafted tokens among these; accepted_at[i]: steps that accepted more than i."""
+
+    steps: int
+    emitted: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+
+    @property
+    def al(self) -> float:
+        """Acceptance length: emitted / steps."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+
+@torch.no_grad()
+def chain_predictions(draft: Eagle3Draft, target: TargetModel, token_ids: Sequence[int], length: int) -> Tensor:
+    """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1.
+
+    A chain feeds its own proposals back, while the unrolled rows read the true text: both agree as long as the chain is right, and behind
+    its first miss nothing counts.
+    """
+    ids = torch.tensor([list(token_ids)], device=target.device)
+    final, aux = target.capture(ids, draft.config.taps)
+    ones = torch.ones_like(ids)
+    positions = torch.from_numpy(document_positions(ones.cpu().numpy())).to(ids.device)
+    dtype = draft.lm_head.weight.dtype
+    features = Features(ids, ones, positions, ones, aux.to(dtype), final, packed=False)
+    states = unroll(draft, features, length)
+    draft_ids = torch.stack([draft.lm_head(state[0]).float().argmax(-1) for state in states], dim=-1)
+    return draft.target_ids(draft_ids)
+
+
+def replay(
+    draft: Eagle3Draft,
+    target: TargetModel,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    length: int,
+) -> ReplayResult:
+    """Replays (prompt ids, answer ids) pairs, the answers generated greedily by the target, with chains of `length` tokens.
+
+    The first answer token comes from the prompt's own pass and belongs to no step.
+    """
+    steps = emitted = accepted = 0
+    accepted_at = [0] * length
+    for prompt, answer in texts:
+        text = [*prompt, *answer]
+        proposals = chain_predictions(draft, target, text, length).tolist()
+        last = len(text) - 1
+        root = len(prompt)
+        while root < last:
+            row = proposals[root - 1]
+            # What lies behind the end of the text was never emitted, so a hit there does not count.
+            hits = 0
+            while hits < min(length, last - root) and row[hits] == text[root + 1 + hits]:
+                hits += 1
+            for i in range(hits):
+                accepted_at[i] += 1
+            steps += 1
+            accepted += hits
+            emitted += min(hits + 1, last - root)
+            root += hits + 1
+    return ReplayResult(steps, emitted, accepted, tuple(accepted_at))

@@ -1,0 +1,110 @@
+"""The folder of a run: run.json (what it is and how far it got), draft/ (the best export), state/ (checkpoints), log.jsonl."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from draft_model.checkpoint import save_draft
+from draft_model.config import read_json
+from draft_model.model import Eagle3Draft
+from target_model.errors import UserError, atomic_write
+from train.config import TrainConfig
+from train.engine import checkpoints
+
+# Keys that may differ between the interrupted and the resuming command without changing what is computed.
+_FREE_KEYS = ("log", "eval", "checkpoint", "output", "name", "resume", "features")
+
+
+class RunFolder:
+    """Files of one run; written by rank 0 only."""
+
+    def __init__(self, config: TrainConfig):
+        self.path = config.run_directory
+        self.state, self.draft = self.path / "state", self.path / "draft"
+        self._config = config
+
+    def prepare(self, total_steps: int) -> Path | None:
+        """Makes the folder, or finds the checkpoint that this run continues from. A run with other settings is refused."""
+        record = self.path / "run.json"
+        if not self._config.resume and self.path.exists():
+            if not record.exists() and any(self.path.iterdir()):
+                raise UserError(f"{self.path} is not a training run, so it is not replaced")
+            shutil.rmtree(self.path)
+        if record.exists():
+            _check_same(read_json(record), self._config, total_steps, self.path)
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run folder {self.path} cannot be made: {error}") from None
+        for leftover in self.state.glob("*.partial"):
+            shutil.rmtree(leftover)
+        found = checkpoints(self.state)
+        return found[-1] if found else None
+
+    def cut_log(self, step: int) -> None:
+        """Drops log lines of steps after `step`, which a resumed run will write again."""
+        log = self.path / "log.jsonl"
+        if log.exists():
+            kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= step]
+            with atomic_write(log, "w") as file:
+                file.write("".join(line + "\n" for line in kept))
+
+    def log(self, values: dict[str, Any]) -> None:
+        with open(self.path / "log.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+    def write_record(self, *, step: int, total_steps: int, best: dict[str, Any] | None) -> None:
+        """run.json, which `draft_model.resolve` reads to find the best run of a target."""
+        record = {
+            "name": self._config.name,
+            "target": self._config.target,
+            "step": step,
+            "total_steps": total_steps,
+            "complete": step >= total_steps,
+            "best": best,
+            "draft": "draft",
+            "config": self._config.model_dump(),
+        }
+        with atomic_write(self.path / "run.json", "w") as file:
+            json.dump(record, file, indent=1)
+            file.write("\n")
+
+    def export(self, draft: Eagle3Draft, metadata: dict[str, Any]) -> None:
+        """The draft in the published layout, with the recipe beside it. `draft` already has the export's precision."""
+        try:
+            save_draft(draft, self.draft, metadata, dtype=self.export_dtype)
+        except OSError as error:
+            raise UserError(f"draft {self.draft} could not be written: {error}") from None
+
+    @property
+    def export_dtype(self):
+        import torch
+
+        return getattr(torch, self._config.checkpoint.export_dtype)
+
+    def prune(self) -> None:
+        """Keeps the last `checkpoint.keep` checkpoints."""
+        for old in checkpoints(self.state)[: -self._config.checkpoint.keep]:
+            shutil.rmtree(old)
+
+
+def _check_same(record: dict[str, Any], config: TrainConfig, total_steps: int, where: Path) -> None:
+    ours, theirs = _flatten(config.model_dump()), _flatten(record.get("config", {}))
+    for key in sorted(ours.keys() | theirs.keys()):
+        if key.split(".")[0] not in _FREE_KEYS and ours.get(key) != theirs.get(key):
+            raise UserError(
+                f"{where} was trained with {key}={theirs.get(key)!r}, now {ours.get(key)!r}: "
+                "choose another name, or resume=false to start over"
+            )
+    if record.get("total_steps") != total_steps:
+        raise UserError(
+            f"{where} was planned for {record.get('total_steps')} steps, now {total_steps}: has the data changed?"
+        )
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
