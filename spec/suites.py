@@ -1,4 +1,4 @@
-"""Prompt suites: the three bundled ones and any JSONL file with `turns`, `messages` or `prompt`."""
+"""Prompt suites: the bundled ones and any JSONL file with `turns`, `messages` or `prompt`."""
 
 import json
 from dataclasses import dataclass
@@ -7,12 +7,14 @@ from pathlib import Path
 
 from target_model.errors import UserError
 
-BUNDLED = ("mt_bench", "humaneval", "gsm_symbolic")
+BENCHMARKS = ("mt_bench", "humaneval", "gsm_symbolic")
+HELD_OUT = "held_out"  # judges checkpoints in training, so that the benchmarks choose nothing
+BUNDLED = (*BENCHMARKS, HELD_OUT)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `turns` holds the user's messages in order; the benchmarks ask the first one unless told otherwise."""
+    """One question: `turns` holds the user's messages in order. The benchmarks ask the first one."""
 
     id: str
     category: str
@@ -35,7 +37,9 @@ def load_suite(name_or_path: str, limit: int | None = None) -> Suite:
     else:
         path = Path(name_or_path)
         if not path.is_file():
-            raise UserError(f"no such suite: {name_or_path} (bundled: {', '.join(BUNDLED)}; or the path of a JSONL file)")
+            raise UserError(
+                f"no such suite: {name_or_path} (bundled: {', '.join(BUNDLED)}; or the path of a JSONL file)"
+            )
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -55,7 +59,9 @@ def _parse_line(line: str, number: int, where: str) -> Prompt:
         raise UserError(f"{where} line {number} is not JSON: {error.msg}") from None
     turns = _user_turns(row) if isinstance(row, dict) else None
     if not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise UserError(f"{where} line {number} has no prompt: expected `turns`, `messages` with a user turn, or `prompt`")
+        raise UserError(
+            f"{where} line {number} has no prompt: expected `turns`, `messages` with a user turn, or `prompt`"
+        )
     return Prompt(str(row.get("id", number)), str(row.get("category", "")), tuple(turns))
 
 

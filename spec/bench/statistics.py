@@ -9,7 +9,7 @@ DEFINITIONS = {
     "verify step": "one target forward pass over a drafted chain or tree",
     "AL": "acceptance length: tokens emitted by verify steps / verify steps; each step's emission ends with the bonus "
     "token, the target's own; the token that the prefill yields is not counted",
-    "accepted": "drafted tokens that were kept; in a step cut by a stop or by the token limit at most the tokens emitted",
+    "accepted": "drafted tokens that were kept; in a step cut by a stop or the token limit at most the tokens emitted",
     "drafted": "nodes of the chain or tree without the root",
     "accepted/drafted": "share of drafted tokens kept; n/a where nothing was drafted",
     "per position": "joint acceptance: share of all verify steps that accepted at least that many drafted tokens",
@@ -73,4 +73,3 @@ def measure(steps: Iterable[StepRecord], depth: int) -> Acceptance:
         emitted += step.emitted
         histogram[kept] += 1
     return Acceptance(count, drafted, accepted, emitted, tuple(histogram))
-

@@ -5,8 +5,8 @@ import pytest
 from serve.request import StepRecord
 from spec.bench.statistics import measure
 
-# Five steps of a chain of 5. The third is cut after two tokens by max_tokens although four drafted ones matched; the fifth is cut by a stop
-# behind its first token. Emitted: 3 + 1 + 2 + 6 + 1 = 13. Kept: 2 + 0 + 2 + 5 + 1 = 10.
+# Five steps of a chain of 5. The third is cut after two tokens by max_tokens although four drafted ones matched; the
+# fifth is cut by a stop behind its first token. Emitted: 3 + 1 + 2 + 6 + 1 = 13. Kept: 2 + 0 + 2 + 5 + 1 = 10.
 TRACE = [
     StepRecord(drafted=5, accepted=2, emitted=3),
     StepRecord(drafted=5, accepted=0, emitted=1),

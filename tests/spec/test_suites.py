@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from spec.suites import BUNDLED, load_suite
+from spec.suites import BENCHMARKS, HELD_OUT, load_suite
 from target_model.errors import UserError
 
 
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_bundled_suites_hold_eighty_prompts(name):
     suite = load_suite(name)
     assert suite.name == name and len(suite.prompts) == 80
@@ -18,6 +18,12 @@ def test_bundled_suites_hold_eighty_prompts(name):
 
 def test_mt_bench_has_two_turns():
     assert {len(prompt.turns) for prompt in load_suite("mt_bench").prompts} == {2}
+
+
+def test_held_out_prompts_are_none_of_the_benchmarks():
+    asked = {turn for name in BENCHMARKS for prompt in load_suite(name).prompts for turn in prompt.turns}
+    held_out = load_suite(HELD_OUT).prompts
+    assert len(held_out) == 16 and not asked & {prompt.turns[0] for prompt in held_out}
 
 
 def test_limit_keeps_the_first():

@@ -1,0 +1,81 @@
+"""The `spec` command: its sub-commands, and the one place that turns expected errors into a line and an exit code.
+
+Only light modules are imported here; each command imports what it needs when it runs, so `spec --help` answers at once.
+"""
+
+import errno
+import sys
+from typing import Annotated
+
+import typer
+
+from spec import __version__
+from spec.commands.bench import bench
+from spec.commands.demo import demo
+from spec.commands.doctor import doctor
+from spec.commands.serve import serve
+from spec.commands.train import train
+from target_model.errors import UserError
+
+USER_ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(train)
+app.command()(serve)
+app.command()(demo)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        print(f"spec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train EAGLE-3 drafts for MiniMax-M3, serve both losslessly with tree speculation, and measure acceptance."""
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for an error that the user can mend, None for a fault of the program (which keeps its traceback)."""
+    if isinstance(error, UserError):
+        return str(error)
+    cause: BaseException | None = error
+    while cause is not None:
+        # Libraries that write files wrap the system's error in their own, or only quote it.
+        if (isinstance(cause, OSError) and cause.errno == errno.ENOSPC) or "No space left on device" in str(cause):
+            name = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
+            return f"the disk is full{name}"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def main() -> None:
+    """Runs the command line: exit code 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        line = explain(error)
+        if line is None:
+            raise
+        print(f"spec: {line}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

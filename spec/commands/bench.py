@@ -1,0 +1,65 @@
+"""`spec bench ...`: measurements."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
+
+
+@bench.command()
+def acceptance(
+    target: Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")] = "m3-tiny",
+    draft: Annotated[
+        str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, or a hub id.")
+    ] = "eagle3",
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file; repeatable. Default: all three."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each suite, from the first.")] = 10,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt, at most.")] = 96,
+    chain: Annotated[str, typer.Option(help="Chain lengths k: 3, or 1..7, or 1,3,5, or none.")] = "1..7",
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(help="Tree as depth,width,nodes (root counted), or none; repeatable. Default: the server's."),
+    ] = None,
+    temperature: Annotated[
+        str,
+        typer.Option(help="Temperatures, comma separated; above 0 with top_p 0.95 and top_k 40. 1 is always shown."),
+    ] = "0,1",
+    thinking: Annotated[bool, typer.Option(help="Ask with thinking enabled.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled runs; prompt i uses seed + i.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N. Default: cuda where there is one.")] = "auto",
+    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+) -> None:
+    """How many drafted tokens the target accepts, and the speed-up over plain decoding in the same run."""
+    from spec.bench import acceptance as benchmark
+    from spec.suites import BENCHMARKS
+
+    benchmark.run(
+        benchmark.Settings(
+            target=target,
+            draft=draft,
+            suites=tuple(suite or BENCHMARKS),
+            prompts=prompts,
+            tokens=tokens,
+            shapes=benchmark.parse_shapes(chain, tree),
+            temperatures=benchmark.parse_temperatures(temperature),
+            thinking=thinking,
+            seed=seed,
+            device=device,
+        ),
+        json_path=json,
+    )
+
+
+@bench.command()
+def kernels(
+    only: Annotated[str, typer.Option(help="Only the cases whose name contains this, for example decode.")] = "",
+) -> None:
+    """Time the GPU kernels on MiniMax-M3's shapes against their floors and the fastest public ones."""
+    from spec.bench.kernels import main
+
+    main(only)

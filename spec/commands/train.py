@@ -1,0 +1,46 @@
+"""`spec train`: trains an EAGLE-3 draft for a frozen target."""
+
+import json
+import os
+from typing import Annotated
+
+import typer
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SECTION.KEY=VALUE]...", help="Settings that differ from the recipe's.", show_default=False
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory. Default: the recipe's.")
+    ] = None,
+    config: Annotated[str, typer.Option(help="Recipe: a name under configs/, or the path of a YAML file.")] = "demo",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print the resolved run with its memory and disk, and stop.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Train a draft; the best checkpoint is the one with the best served acceptance. Continues an interrupted run.
+
+    With several processes: torchrun --nproc-per-node N -m spec.cli train ...
+    """
+    from train.config import load_config
+
+    named = [] if target is None else [f"target={json.dumps(target)}"]
+    settings = load_config(config, [*named, *(overrides or [])])
+    if plan:
+        from target_model.resolve import target_config
+        from train.plan import plan as describe
+
+        print(describe(settings, target_config(settings.target), int(os.environ.get("WORLD_SIZE", "1"))))
+        return
+    from spec.judge import served_acceptance
+    from train.loop import train as run
+
+    result = run(settings, judge=served_acceptance(settings.target), progress=not quiet)
+    if os.environ.get("RANK", "0") == "0":
+        measured = "" if result.best is None else f", AL {result.best['al']:.2f} at step {result.best['step']}"
+        print(f"trained {result.step} steps{measured}\nserve it: spec serve --draft {result.draft}")

@@ -1,0 +1,54 @@
+"""The judge of a training run: serves the draft on held-out prompts and measures what the target accepts."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from draft_model.model import Eagle3Draft
+from serve.tree import TreeConfig
+from spec.bench.statistics import measure
+from spec.bench.sweep import sampling_params
+from spec.pair import Pair
+from spec.suites import HELD_OUT, load_suite
+from target_model.checkpoint import load_target
+from target_model.resolve import resolve_target
+from target_model.tokenizer import load_tokenizer
+
+CHAIN = 3
+TOKENS = 96
+
+
+def served_acceptance(target: str) -> Callable[[Eagle3Draft], dict[str, Any]]:
+    """A callable that measures chains of 3: "al", greedy, by which a run keeps its best, and "al_sampled", at T = 1.
+
+    The target is loaded when the first draft comes, on that draft's device and in its precision.
+    """
+    pair: Pair | None = None
+
+    def judge(draft: Eagle3Draft) -> dict[str, Any]:
+        nonlocal pair
+        if pair is None:
+            weight = draft.lm_head.weight
+            model = load_target(target, dtype=weight.dtype, device=weight.device)
+            pair = Pair(model, draft, load_tokenizer(resolve_target(target).path), f"target {target}")
+        return measure_draft(pair.with_draft(draft))
+
+    return judge
+
+
+@torch.no_grad()
+def measure_draft(pair: Pair, tokens: int = TOKENS) -> dict[str, Any]:
+    """Served acceptance on the held-out prompts, all answered at once."""
+    prompts = [pair.render(prompt.turns[0]) for prompt in load_suite(HELD_OUT).prompts]
+    longest = tokens + max(map(len, prompts))
+    engine = pair.engine(TreeConfig.chain(CHAIN), longest, len(prompts))
+    result: dict[str, Any] = {"prompts": len(prompts), "tokens": tokens, "chain": CHAIN}
+    for key, temperature in (("al", 0.0), ("al_sampled", 1.0)):
+        params = [sampling_params(temperature, tokens, seed) for seed in range(len(prompts))]
+        steps = [step for completion in engine.generate(prompts, params) for step in completion.steps]
+        acceptance = measure(steps, CHAIN)
+        result[key] = acceptance.length
+        if temperature == 0:
+            result["per_position"] = list(acceptance.per_position or ())
+    return result

@@ -1,0 +1,60 @@
+"""A target and its draft in this process, and engines over them: for measurements, the demo and the judge."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from draft_model.model import Eagle3Draft
+from serve.engine import Engine
+from serve.load import load_engine
+from serve.tree import TreeConfig
+from target_model.batch import MAX_SCRATCH
+from target_model.errors import UserError
+from target_model.model import TargetModel
+from target_model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A loaded target and draft. `description` says which files they are and why these."""
+
+    target: TargetModel
+    draft: Eagle3Draft
+    tokenizer: Tokenizer
+    description: str
+
+    def with_draft(self, draft: Eagle3Draft) -> "Pair":
+        """The same target with another draft."""
+        return replace(self, draft=draft)
+
+    def render(self, question: str, thinking: bool = False) -> list[int]:
+        """Prompt ids of a conversation that opens with this question."""
+        mode = "enabled" if thinking else "disabled"
+        return self.tokenizer.render_chat([{"role": "user", "content": question}], thinking_mode=mode)
+
+    def engine(self, tree: TreeConfig | None, longest: int, sequences: int = 1) -> Engine:
+        """An engine for `sequences` at once, each at most `longest` tokens, answer included; plain without `tree`."""
+        pages = sequences * -(-(longest + MAX_SCRATCH) // self.target.config.block_size)
+        draft = None if tree is None else self.draft
+        return Engine(self.target, draft, tree, pages=pages, context=longest, max_running=sequences)
+
+
+def load_pair(target: str, draft: str, device: str = "auto") -> Pair:
+    """Loads by the names that the command line takes: fp32 on the CPU, bf16 on CUDA."""
+    engine, tokenizer, about = load_engine(target, draft, device=choose_device(device), pages=MAX_SCRATCH)
+    return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(about.lines[:2]))
+
+
+def choose_device(name: str) -> str:
+    """The device behind "auto", "cpu", "cuda" or "cuda:N". Raises UserError for one that is not there."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"unknown device {name!r}: expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return name

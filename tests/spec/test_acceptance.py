@@ -1,0 +1,130 @@
+"""The acceptance benchmark: its settings, its sums on a scripted engine, and the whole command on a real pair."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from serve.request import Completion, SamplingParams, StepRecord
+from serve.tree import TreeConfig
+from spec import cli
+from spec.bench.acceptance import parse_shapes, parse_temperatures
+from spec.bench.sweep import sampling_params, sweep
+from spec.bench.tables import number
+from spec.pair import load_pair
+from spec.suites import load_suite
+from target_model.errors import UserError
+
+CHAIN_3 = TreeConfig.chain(3)
+
+
+def test_shapes():
+    assert parse_shapes("1..3", ["none"]) == tuple(map(TreeConfig.chain, (1, 2, 3)))
+    assert parse_shapes("2,5", ["4,3,16"]) == (TreeConfig.chain(2), TreeConfig.chain(5), TreeConfig(4, 3, 16))
+    assert parse_shapes("none", None) == (TreeConfig(),)
+    assert parse_shapes("3", ["3,1,4"]) == (CHAIN_3,)  # the same shape once
+
+
+@pytest.mark.parametrize("chain", ["", "0", "3..1", "1..99", "x", "1..", "1,,2"])
+def test_bad_chain_lengths_are_named(chain):
+    with pytest.raises(UserError, match="--chain must be like"):
+        parse_shapes(chain, None)
+
+
+def test_temperature_one_is_always_measured():
+    assert parse_temperatures("0") == (0.0, 1.0)
+    assert parse_temperatures("0.5,0,1") == (0.0, 0.5, 1.0)
+    with pytest.raises(UserError, match="temperature"):
+        parse_temperatures("-1")
+
+
+def test_sampled_runs_use_the_models_filters_and_greedy_ones_none():
+    sampled = sampling_params(1.0, 96, 7)
+    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.seed) == (1.0, 0.95, 40, 7)
+    greedy = sampling_params(0.0, 96, 7)
+    assert greedy.greedy and (greedy.top_p, greedy.top_k) == (1.0, 0)
+
+
+def test_no_figure_reads_not_available():
+    assert number(None) == "n/a" and number(2.345) == "2.35"
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with what its script says for the prompt and remembers how it was asked."""
+
+    tree: TreeConfig
+    script: dict[int, Completion]
+    asked: list[tuple[int, SamplingParams]] = field(default_factory=list)
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+        self.asked.append((prompts[0][0], params))
+        return [self.script[prompts[0][0]]]
+
+
+def answer(token_ids: list[int], steps: list[StepRecord]) -> Completion:
+    return Completion(token_ids, [0] * len(token_ids), "length", None, None, steps)
+
+
+def test_sweep_adds_up_prompts_and_counts_identical_answers():
+    one, four = StepRecord(drafted=0, accepted=0, emitted=1), StepRecord(drafted=3, accepted=3, emitted=4)
+    miss = StepRecord(drafted=3, accepted=0, emitted=1)
+    plain = ScriptedEngine(TreeConfig(), {1: answer([5, 6, 7, 8, 9], [one] * 4), 2: answer([5, 6], [one])})
+    drafted = ScriptedEngine(CHAIN_3, {1: answer([5, 6, 7, 8, 9], [four]), 2: answer([5, 9], [miss])})
+    calls = []
+    rows = list(sweep(plain, {"k3": drafted}, {"s": [[1], [2]]}, (0.0, 1.0), tokens=5, seed=10, advance=calls.append))
+    assert [(row.label, row.temperature) for row in rows] == [("k3", 0.0), ("k3", 1.0)]
+    row = rows[0]
+    assert (row.prompts, row.identical, row.tokens) == (2, 1, 7)
+    assert row.acceptance.length == 5 / 2 and row.acceptance.histogram == (1, 0, 0, 1)
+    assert row.acceptance.per_position == (0.5, 0.5, 0.5)
+    assert row.speed_up == row.plain_seconds / row.seconds
+    assert calls == ["s, T = 0", "s, T = 0", "s, T = 1", "s, T = 1"]
+    # Both engines are asked the same, sampled prompts with a seed of their own.
+    assert plain.asked == drafted.asked
+    assert [params.seed for _, params in plain.asked[-2:]] == [10, 11]
+
+
+def test_emitted_tokens_are_those_of_the_answers(untrained_draft):
+    """Of a real engine: every token but the prefill's comes from a step, also when a stop token ends the answer."""
+    pair = load_pair("m3-tiny", untrained_draft, "cpu")
+    prompts = [pair.render(prompt.turns[0]) for prompt in load_suite("humaneval", 2).prompts]
+    engine = pair.engine(CHAIN_3, 256, sequences=2)
+    plain = pair.engine(None, 256, sequences=2).generate(prompts, sampling_params(0.0, 9, 0))
+    stop = plain[0].token_ids[4]
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop_token_ids=(stop,))
+    for completion in engine.generate(prompts, params) + engine.generate(prompts, sampling_params(1.0, 2, 0)):
+        stopped = completion.stop_token is not None
+        assert sum(step.emitted for step in completion.steps) == len(completion.token_ids) - 1 + stopped
+    assert engine.generate(prompts, params)[0].stop_token == stop
+
+
+def test_command_prints_tables_and_json(monkeypatch, capsys, tmp_path, untrained_draft):
+    target = tmp_path / "deep" / "result.json"
+    arguments = (
+        f"bench acceptance --draft {untrained_draft} --suite humaneval --prompts 1 --tokens 6 --chain 2 --tree 2,2,5"
+    )
+    monkeypatch.setattr("sys.argv", ["spec", *arguments.split(), "--temperature", "0", "--json", str(target)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code
+    out = capsys.readouterr().out
+    assert "bonus" in out and "1/1" in out  # the definitions, and the greedy check
+    result = json.loads(target.read_text())
+    assert [(row["label"], row["temperature"]) for row in result["rows"]] == [
+        ("chain 2", 0.0), ("tree 2,2,5", 0.0), ("chain 2", 1.0), ("tree 2,2,5", 1.0)
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert row["identical_to_plain"] == row["prompts"] == 1
+        assert row["steps"] == sum(row["histogram"]) and row["emitted"] == row["tokens"] - 1
+    last = json.loads(out.strip().splitlines()[-1])
+    assert last["AL"]["humaneval"]["chain 2, T = 0"] == pytest.approx(result["rows"][0]["AL"], abs=1e-4)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_measuring(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("spec.bench.acceptance.load_pair", lambda *_: pytest.fail("measured first"))
+    monkeypatch.setattr("sys.argv", ["spec", "bench", "acceptance", "--json", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and str(tmp_path) in capsys.readouterr().err

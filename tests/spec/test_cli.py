@@ -1,0 +1,129 @@
+"""The command line as a user meets it: what is imported, what is printed, and the exit code."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from spec import __version__, cli
+
+HEAVY = "torch transformers deepspeed datasets wandb fastapi uvicorn matplotlib triton numpy".split()
+
+
+def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `spec ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["spec", *arguments])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["bench", "acceptance", "--help"], ["--version"]]
+)
+def test_help_imports_nothing_heavy(arguments):
+    program = (
+        "import sys\nfrom spec.cli import main\n"
+        f"sys.argv = ['spec', *{arguments!r}]\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        f"print('heavy:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_version(monkeypatch, capsys):
+    assert call(monkeypatch, capsys, "--version") == (0, f"spec {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "demo", "doctor", "bench"])
+def test_help_names_every_command(monkeypatch, capsys, command):
+    code, out, _ = call(monkeypatch, capsys, "--help")
+    assert code == 0 and command in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["trian"], "trian"),
+        (["train", "--tagret", "m3-tiny"], "--tagret"),
+        (["train", "optimizer.nope=1", "--plan"], "nope"),
+        (["train", "just-a-word", "--plan"], "just-a-word"),
+        (["train", "--config", "no-such-recipe", "--plan"], "no-such-recipe"),
+        (["train", "--target", "no-such-target", "--plan"], "no-such-target"),
+        (["serve", "--prot", "1"], "--prot"),
+        (["serve", "--tree", "4,2"], "depth,width,nodes"),
+        (["serve", "--draft", "no-such-draft"], "no-such-draft"),
+        (["bench", "acceptance", "--suite", "no-such.jsonl"], "no-such.jsonl"),
+        (["bench", "acceptance", "--chain", "9..1"], "9..1"),
+        (["bench", "acceptance", "--chain", "none", "--tree", "none"], "nothing to measure"),
+        (["bench", "acceptance", "--temperature", "warm"], "warm"),
+        (["bench", "acceptance", "--temperature", "-1"], "-1"),
+        (["bench", "acceptance", "--prompts", "0"], "0"),
+        (["bench", "acceptance", "--json", "/dev/null/x.json"], "/dev/null"),
+    ],
+)
+def test_bad_input_is_named_without_a_traceback(monkeypatch, capsys, arguments, named):
+    code, _, err = call(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert named in err and "Traceback" not in err
+
+
+def test_a_port_in_use_is_one_line(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = call(monkeypatch, capsys, "serve", "--port", str(port))
+    assert code == 2
+    assert str(port) in err and "in use" in err and len(err.splitlines()) == 1
+
+
+def raise_from_demo(monkeypatch, error: BaseException) -> None:
+    def run(**settings):
+        raise error
+
+    monkeypatch.setattr("spec.demo.run", run)
+
+
+def test_interrupt_exits_130(monkeypatch, capsys):
+    raise_from_demo(monkeypatch, KeyboardInterrupt())
+    code, _, err = call(monkeypatch, capsys, "demo")
+    assert code == 130 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("writer", ["python", "torch", "safetensors"])
+def test_a_full_disk_is_one_line(monkeypatch, capsys, writer):
+    """/dev/full refuses every write as a full disk does; the libraries wrap that error each in its own way."""
+    import torch
+    from safetensors import SafetensorError
+
+    def run(**settings):
+        with open("/dev/full", "wb") as file:
+            if writer == "torch":
+                torch.save({"a": torch.zeros(100_000)}, file)
+            if writer == "safetensors":  # it cannot write to a device; this is what it says on a full disk
+                raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            file.write(b"0" * 1_000_000)
+
+    monkeypatch.setattr("spec.demo.run", run)
+    code, _, err = call(monkeypatch, capsys, "demo")
+    assert code == 2
+    assert "disk is full" in err and len(err.splitlines()) == 1
+
+
+def test_a_missing_file_is_named(monkeypatch, capsys):
+    raise_from_demo(monkeypatch, FileNotFoundError(2, "No such file or directory", "weights.bin"))
+    code, _, err = call(monkeypatch, capsys, "demo")
+    assert (code, err) == (2, "spec: weights.bin: No such file or directory\n")
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, capsys):
+    raise_from_demo(monkeypatch, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        call(monkeypatch, capsys, "demo")
