@@ -121,47 +121,56 @@ class TextGuard:
         tokens = list(special_tokens)
         if any(len(token) < 2 for token in tokens):
             raise UserError("the tokenizer has a special token of one character, which no text could be guarded from")
-        # One character at each place where a token begins: tokens may overlap in a text.
-        self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, tokens))}))(.)", re.DOTALL) if tokens else None
+        self._special = tokens
         self._longest = max(map(len, tokens), default=0)
         self._heads = {token[:end] for token in tokens for end in range(1, len(token))}
         self._tails = {token[start:] for token in tokens for start in range(1, len(token))}
         self._inner = {tail[:end] for tail in self._tails for end in range(1, len(tail))}
 
     def close_messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Normalised messages with every text of the caller guarded; roles and kinds of parts are ours and stay."""
-        result = []
-        for message in messages:
-            guarded = {**self._close(message, free_keys=True), "role": message["role"]}
-            if isinstance(message["content"], list):
-                guarded["content"] = [
-                    {"type": part["type"], **({"text": self._close_text(part["text"])} if "text" in part else {})}
-                    for part in message["content"]
-                ]
-            result.append(guarded)
-        return result
+        """Normalised messages with every text of the caller guarded; the structure is ours and stays."""
+        return [self._close_message(message) for message in messages]
 
     def close_tools(self, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Tool definitions with every string guarded; keys, which templates look up, only inside."""
-        return [self._close(tool, free_keys=False) for tool in tools]
+        """Tool definitions, guarded inside only: they stand between quotes, and templates look their keys up."""
+        return [self._close(tool, ends=False) for tool in tools]
 
-    def _close(self, value: Any, free_keys: bool) -> Any:
+    def _close_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        content = message["content"]
+        if isinstance(content, list):
+            content = [{**part, "text": self._close(part["text"])} if "text" in part else part for part in content]
+        result = {"role": message["role"], "content": self._close(content) if isinstance(content, str) else content}
+        if message["role"] == "assistant":
+            result["reasoning_content"] = self._close(message["reasoning_content"])
+            result["tool_calls"] = [
+                {"function": self._close_call(**call["function"])} for call in message["tool_calls"]
+            ]
+        return result
+
+    def _close_call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"name": self._close(name), "arguments": self._close(arguments)}
+
+    def _close(self, value: Any, ends: bool = True) -> Any:
+        """A nested value with every string in it guarded, keys too."""
         if isinstance(value, str):
-            return self._close_text(value)
+            return self._close_text(value, ends)
         if isinstance(value, Mapping):
-            return {self._close_text(key, free_keys): self._close(entry, free_keys) for key, entry in value.items()}
+            return {self._close_text(key, ends): self._close(entry, ends) for key, entry in value.items()}
         if isinstance(value, list):
-            return [self._close(entry, free_keys) for entry in value]
+            return [self._close(entry, ends) for entry in value]
         return value
 
-    def _close_text(self, text: str, ends: bool = True) -> str:
+    def _close_text(self, text: str, ends: bool) -> str:
         text = text.replace(self._MARK, self._ESCAPED)
-        if self._special is None or not text:
+        if not text:
             return text
         sizes = range(1, min(self._longest, len(text)) + 1)
         before = ends and (text in self._inner or any(text[:size] in self._tails for size in sizes))
         after = ends and (text in self._inner or any(text[-size:] in self._heads for size in sizes))
-        text = self._special.sub(lambda match: match[1] + self._GUARD, text)
+        for token in self._special:
+            # Again until none is left: a token may overlap with itself.
+            while token in text:
+                text = text.replace(token, token[0] + self._GUARD + token[1:])
         return (self._GUARD if before else "") + text + (self._GUARD if after else "")
 
     def open(self, text: str) -> str:

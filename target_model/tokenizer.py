@@ -40,6 +40,7 @@ class Tokenizer:
         self._encoder = tokenizers.Tokenizer.from_str(json.dumps({**definition, "added_tokens": []}))
         self._bytes = _token_bytes(definition)
         self.vocab_size = len(self._bytes)
+        self.longest_token = max(map(len, self._bytes))
         longest_first = sorted(self.special, key=len, reverse=True)
         self._splitter = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.special else None
         self._guard = TextGuard(self.special)

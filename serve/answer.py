@@ -1,0 +1,129 @@
+"""One answer while it is produced: updates of the engine become text, cut exactly where the answer ends, and
+counted."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from serve.async_engine import Stream
+from serve.detokenize import Detokenizer, Released
+from serve.request import TokenLogprob, Update
+from target_model.tokenizer import Tokenizer
+
+
+@dataclass
+class Delta:
+    """What one update adds to an answer. Tokens come with the delta that releases their text; depths as in `Update`.
+
+    starts[i] is where the text of token i begins in the visible text of the answer, in characters.
+    """
+
+    segments: list[str | int]
+    token_ids: list[int]
+    starts: list[int]
+    depths: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None = None
+
+    @staticmethod
+    def empty() -> "Delta":
+        return Delta([], [], [], [], [])
+
+    def extend(self, later: "Delta") -> None:
+        self.segments += later.segments
+        self.token_ids += later.token_ids
+        self.starts += later.starts
+        self.depths += later.depths
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+
+
+@dataclass
+class Counts:
+    """Token counts of one answer, or the sum over several.
+
+    completion counts every token the model decided within the answer, the one that ended it included. Of the verify
+    steps: drafted nodes, and drafted tokens that became part of the answer; per_depth[d] counts steps that kept one
+    at depth d + 1.
+    """
+
+    completion: int = 0
+    reasoning: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    per_depth: tuple[int, ...] = ()
+
+    def add_step(self, drafted: int, accepted: int) -> None:
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.per_depth = tuple(map(sum, zip_longest(self.per_depth, (1,) * accepted, fillvalue=0)))
+
+    def merge(self, other: "Counts") -> None:
+        self.completion += other.completion
+        self.reasoning += other.reasoning
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.per_depth = tuple(map(sum, zip_longest(self.per_depth, other.per_depth, fillvalue=0)))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Drafted tokens kept per verify step, plus the target's own one."""
+        return self.accepted / self.steps + 1 if self.steps else None
+
+
+class Answer:
+    """Reads one stream to its end. Iterate over `deltas` once; the other attributes are final after that."""
+
+    def __init__(self, stream: Stream, tokenizer: Tokenizer, stop: tuple[str, ...] = (), show_special: bool = False):
+        self.stream = stream
+        params = stream.request.params
+        self._detokenizer = Detokenizer(tokenizer, stop, params.min_tokens, show_special)
+        self._tokens: list[tuple[int, int]] = []  # id and depth, not yet released
+        self._logprobs: list[TokenLogprob] = []
+        self.counts = Counts()
+        self.finish_reason: str | None = None
+        self.started = time.perf_counter()
+        self.arrivals: list[tuple[float, int]] = []  # time and tokens of each update
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """One delta an update. A stop string drops the request from the engine at once."""
+        try:
+            async for update in self.stream:
+                yield self._take(update)
+                if self.finish_reason is not None:
+                    return
+        finally:
+            self.stream.cancel()
+
+    def _take(self, update: Update) -> Delta:
+        before = self._detokenizer.tokens_in
+        released = self._detokenizer.push(update.token_ids)
+        taken = self._detokenizer.tokens_in - before
+        self._tokens += zip(update.token_ids[:taken], update.accepted_from_draft[:taken], strict=True)
+        self._logprobs += (update.logprobs or [])[:taken]
+        ended_by_token = 0
+        if released.stopped is not None:
+            self.finish_reason = "stop"
+        elif update.finish_reason is not None:
+            rest = self._detokenizer.finish()
+            released = Released(released.segments + rest.segments, released.starts + rest.starts)
+            self.finish_reason = "stop" if rest.stopped is not None else update.finish_reason
+            ended_by_token = int(update.stop_token is not None)
+        decided = taken + ended_by_token
+        self.counts.completion += decided
+        if decided:
+            self.arrivals.append((time.perf_counter(), decided))
+        if update.step is not None:
+            self.counts.add_step(update.step.drafted, min(update.step.accepted, decided))
+        return self._delta(released)
+
+    def _delta(self, released: Released) -> Delta:
+        count = len(released.starts)
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        ids, depths = [token for token, _ in tokens], [depth for _, depth in tokens]
+        return Delta(released.segments, ids, released.starts, depths, logprobs, self.finish_reason)

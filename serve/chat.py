@@ -1,0 +1,173 @@
+"""POST /v1/chat/completions."""
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse, Response
+
+from serve.answer import Answer, Delta
+from serve.api_errors import from_exception, from_user_error, parse_body
+from serve.chat_parser import ChatParser, Part
+from serve.openai_types import ChatRequest
+from serve.prompt import chat_prompt, sampling_params
+from serve.request import TokenLogprob
+from serve.responses import DONE, EventStream, chat_logprobs, envelope, event, usage
+from serve.service import Service
+from serve.tool_calls import CallStart
+from target_model.errors import UserError
+
+_LOGGED = {"user", "safety_identifier", "metadata"}
+
+
+async def create_chat(http: HttpRequest, service: Service) -> Response:
+    body = await http.body()
+    request = await service.off_loop(lambda: parse_body(ChatRequest, body))
+    service.check_model(request.model)
+    prompt = await service.off_loop(lambda: chat_prompt(request, service))
+    http.scope["state"]["log"].update(request.model_dump(include=_LOGGED, exclude_none=True))
+    call = _Call(http, request, service, prompt)
+    async with AsyncExitStack() as stack:
+        try:
+            answers = await stack.enter_async_context(call.start())
+        except UserError as error:
+            raise from_user_error(error, set(ChatRequest.model_fields), "messages") from None
+        if request.stream:
+            return EventStream(call.events(answers), stack.pop_all())
+        return JSONResponse(await call.body(answers))
+
+
+class _Message:
+    """One answer put together from its deltas; each call returns what it adds, as `delta` objects of a stream."""
+
+    def __init__(self, answer: Answer, service: Service, request: ChatRequest):
+        self._answer = answer
+        self._parser = ChatParser(service.tokenizer, request.mode, request.offered_tools)
+        self.finish_reason: str | None = None
+        self.pending_logprobs: list[TokenLogprob] = []
+
+    def take(self, delta: Delta) -> list[dict[str, Any]]:
+        parts = self._parser.take(delta.segments)
+        self._answer.counts.reasoning += self._parser.count_reasoning(delta.token_ids)
+        self.pending_logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            complete = delta.finish_reason == "stop"
+            parts += self._parser.finish(complete)
+            self.finish_reason = "tool_calls" if complete and self._parser.tool_calls else delta.finish_reason
+        return [_delta(part) for part in parts]
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        entries, self.pending_logprobs = self.pending_logprobs, []
+        return entries
+
+
+class _Call:
+    """One request on its way."""
+
+    def __init__(self, http: HttpRequest, request: ChatRequest, service: Service, prompt: list[int]):
+        self.http, self.request, self.service, self.prompt = http, request, service, prompt
+        self.request_id = http.scope["state"]["request_id"]
+
+    def start(self):
+        request = self.request
+        params, stop = sampling_params(
+            request,
+            self.service,
+            prompt_tokens=len(self.prompt),
+            max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        )
+        return self.service.answers(
+            self.http, [(self.prompt, params)], request.choices, stop=stop, priority=request.priority
+        )
+
+    async def events(self, answers: list[Answer]) -> AsyncIterator[str]:
+        request = self.request
+        with_usage = request.stream_options is not None and request.stream_options.include_usage
+        frame = {**envelope("chat.completion.chunk", self.request_id, self.service.model)}
+        frame |= {"usage": None} if with_usage else {}
+        messages = [_Message(answer, self.service, request) for answer in answers]
+
+        def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> str:
+            entries = messages[index].take_logprobs()
+            logprobs = chat_logprobs(entries, self.service.tokenizer) if request.logprobs and entries else None
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            return event({**frame, "choices": [choice]})
+
+        try:
+            for index in range(len(answers)):
+                yield chunk(index, {"role": "assistant", "content": ""})
+            async for index, delta in self.service.merged(answers):
+                for part in messages[index].take(delta):
+                    yield chunk(index, part)
+                if messages[index].finish_reason is not None:
+                    yield chunk(index, {}, messages[index].finish_reason)
+        except Exception as error:
+            yield event(from_exception(error).body())
+            return
+        if with_usage:
+            counts = [answer.counts for answer in answers]
+            yield event({**frame, "choices": [], "usage": usage(len(self.prompt), counts)})
+        yield DONE
+
+    async def body(self, answers: list[Answer]) -> dict[str, Any]:
+        messages = [_Message(answer, self.service, self.request) for answer in answers]
+        wholes = [_Whole() for _ in answers]
+        async for index, delta in self.service.merged(answers):
+            for part in messages[index].take(delta):
+                wholes[index].add(part)
+        choices = []
+        for index, (message, whole) in enumerate(zip(messages, wholes, strict=True)):
+            entries = message.take_logprobs()
+            logprobs = chat_logprobs(entries, self.service.tokenizer) if self.request.logprobs else None
+            choices.append(
+                {
+                    "index": index,
+                    "message": whole.message(),
+                    "logprobs": logprobs,
+                    "finish_reason": message.finish_reason,
+                }
+            )
+        counts = [answer.counts for answer in answers]
+        frame = envelope("chat.completion", self.request_id, self.service.model)
+        return {**frame, "choices": choices, "usage": usage(len(self.prompt), counts)}
+
+
+class _Whole:
+    """A message joined from its stream deltas, so both ways of answering say the same."""
+
+    def __init__(self):
+        self._texts = {"content": "", "reasoning_content": ""}
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, delta: dict[str, Any]) -> None:
+        for name in self._texts:
+            self._texts[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", []):
+            if call["index"] == len(self._calls):
+                self._calls.append({key: call[key] for key in ("id", "type")} | {"function": dict(call["function"])})
+            else:
+                self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+
+    def message(self) -> dict[str, Any]:
+        content = self._texts["content"]
+        return {
+            "role": "assistant",
+            "content": content if content or not self._calls else None,
+            "refusal": None,
+            **({"reasoning_content": self._texts["reasoning_content"]} if self._texts["reasoning_content"] else {}),
+            **({"tool_calls": self._calls} if self._calls else {}),
+        }
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if isinstance(part, tuple):
+        return {"reasoning_content" if part[0] == "reasoning" else "content": part[1]}
+    if isinstance(part, CallStart):
+        function = {"name": part.name, "arguments": ""}
+        call = {"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+    else:
+        call = {"index": part.index, "function": {"arguments": part.json}}
+    return {"tool_calls": [call]}

@@ -1,0 +1,135 @@
+"""From names to a running engine: target, draft, tokenizer and cache, with a few lines saying what was chosen."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from draft_model.checkpoint import load_draft
+from draft_model.model import Eagle3Draft
+from draft_model.resolve import resolve_draft
+from serve.engine import Engine
+from serve.tree import TreeConfig
+from target_model.checkpoint import load_target
+from target_model.errors import UserError
+from target_model.model import TargetModel
+from target_model.resolve import ResolvedTarget, resolve_target
+from target_model.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request that does not say otherwise is sampled with: the checkpoint's generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is being served. `lines` are for people."""
+
+    target: str
+    draft: str | None
+    defaults: SamplingDefaults
+    lines: tuple[str, ...]
+
+
+def load_engine(
+    target: str = "m3-tiny",
+    draft: str | None = "eagle3",
+    tree: TreeConfig | None = None,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    pages: int | None = None,
+    context: int | None = None,
+    prefill_tokens: int = 512,
+    max_running: int = 32,
+) -> tuple[Engine, Tokenizer, Description]:
+    """Loads a target and its draft (None: plain decoding). By default on the GPU in bf16 where there is one, else on
+    the CPU in fp32.
+
+    Raises UserError for anything missing, damaged or not fitting together.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    resolved = resolve_target(target)
+    tokenizer = load_tokenizer(resolved.path)
+    chosen = resolve_draft(draft, resolved) if draft is not None else None
+    model = load_target(target, dtype=dtype, device=device)
+    draft_model = load_draft(chosen.path, dtype, device, chosen.default_taps) if chosen is not None else None
+    if draft_model is not None:
+        _check_pair(model, draft_model, chosen.path)
+    engine = Engine(
+        model,
+        draft_model,
+        tree,
+        pages=pages,
+        context=context,
+        prefill_tokens=prefill_tokens,
+        max_running=max_running,
+    )
+    lines = (
+        f"target {resolved.name}: {resolved.path}",
+        chosen.why if chosen is not None else "no draft: plain decoding",
+        *([f"speculation: {engine.tree}"] if chosen is not None else []),
+        *_memory_plan(engine, model, draft_model, device, dtype),
+    )
+    description = Description(resolved.name, chosen and str(chosen.path), _sampling_defaults(resolved), lines)
+    return engine, tokenizer, description
+
+
+def usable_context(engine: Engine) -> int:
+    """Tokens of prompt and answer that one request can have: the context, or less where the cache is smaller."""
+    scheduler = engine.scheduler
+    return min(engine.context, scheduler.allocator.total * scheduler.page_size - scheduler.limits.scratch)
+
+
+def _check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
+    for name, ours, theirs in (
+        ("target_hidden_size", draft.config.target_hidden_size, target.config.hidden_size),
+        ("vocab_size", draft.config.vocab_size, target.config.vocab_size),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f"draft {path}: its {name} is {ours}, but the target has {theirs}: they do not belong together"
+            )
+    target.check_taps(draft.config.taps)
+
+
+def _memory_plan(
+    engine: Engine, target: TargetModel, draft: Eagle3Draft | None, device: str, dtype: torch.dtype
+) -> list[str]:
+    def size(module: torch.nn.Module | None) -> int:
+        return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
+
+    cache = engine.runner.cache
+    slots = engine.scheduler.allocator.total * engine.scheduler.page_size
+    name = str(dtype).removeprefix("torch.")
+    return [
+        f"memory on {device}, {name}: target {_bytes(size(target))}, draft {_bytes(size(draft))}, cache "
+        f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())})",
+        f"context: {usable_context(engine)} tokens a request, answer included",
+    ]
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def _sampling_defaults(target: ResolvedTarget) -> SamplingDefaults:
+    path = target.path / "generation_config.json"
+    if not path.exists():
+        return SamplingDefaults()
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if not values.get("do_sample", True):
+        return SamplingDefaults(temperature=0.0)
+    return SamplingDefaults(**{name: values[name] for name in ("temperature", "top_p", "top_k") if name in values})

@@ -1,0 +1,153 @@
+"""Counters, gauges and histograms for Prometheus, under the names people know from other servers with the prefix
+`spec_`."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from serve.answer import Answer, Counts
+from serve.async_engine import AsyncEngine
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
+_RECENT = 100
+
+
+class Metrics:
+    """What happened to the requests of one server. Only tokens that are part of an answer count, nothing behind its
+    end."""
+
+    def __init__(self, engine: AsyncEngine, model: str):
+        self.registry = CollectorRegistry()
+        self.totals = Counts()
+        self.requests: dict[str, int] = {}
+        self.prompt_tokens_total = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self.started = time.time()
+        self._engine = engine
+        self._model = model
+        self._success = self._counter("request_success", "Finished answers.", "finished_reason")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._generated = self._counter("generation_tokens", "Tokens of answers.")
+        self._drafts = self._counter("spec_decode_num_drafts", "Verify steps.")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "Drafted tokens that became part of an answer."
+        )
+        self._accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Verify steps that kept a drafted token at a depth.", "position"
+        )
+        self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._between = self._histogram("inter_token_latency_seconds", "Time per token after the first.", _SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self._answer_length = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
+        self.registry.register(_EngineCollector(engine, model))
+
+    def observe(self, answer: Answer) -> None:
+        """Counts an answer that has ended."""
+        counts, reason = answer.counts, answer.finish_reason or "abort"
+        prompt = len(answer.stream.request.prompt_ids)
+        self.requests[reason] = self.requests.get(reason, 0) + 1
+        self.prompt_tokens_total += prompt
+        self.totals.merge(counts)
+        self._success.labels(self._model, reason).inc()
+        self._prompt_tokens.labels(self._model).inc(prompt)
+        self._generated.labels(self._model).inc(counts.completion)
+        self._drafts.labels(self._model).inc(counts.steps)
+        self._drafted.labels(self._model).inc(counts.drafted)
+        self._accepted.labels(self._model).inc(counts.accepted)
+        for depth, steps in enumerate(counts.per_depth):
+            self._accepted_at.labels(self._model, str(depth)).inc(steps)
+        self._observe_times(answer)
+        self._prompt_length.labels(self._model).observe(prompt)
+        self._answer_length.labels(self._model).observe(counts.completion)
+        self.recent.append(
+            {
+                "id": answer.stream.request.id,
+                "finish_reason": reason,
+                "prompt_tokens": prompt,
+                "seconds": round(time.perf_counter() - answer.started, 4),
+                **counts_json(counts),
+            }
+        )
+
+    def _observe_times(self, answer: Answer) -> None:
+        self._whole.labels(self._model).observe(time.perf_counter() - answer.started)
+        before = answer.started
+        for index, (arrived, tokens) in enumerate(answer.arrivals):
+            if index == 0:
+                self._first_token.labels(self._model).observe(arrived - before)
+            else:
+                # A step's tokens arrive together: each is given an equal share of the time.
+                for _ in range(tokens):
+                    self._between.labels(self._model).observe((arrived - before) / tokens)
+            before = arrived
+
+    def prometheus(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def json(self) -> dict[str, Any]:
+        """Everything `/stats` shows."""
+        return {
+            "model": self._model,
+            "uptime_seconds": round(time.time() - self.started, 1),
+            "requests": dict(self.requests),
+            "prompt_tokens": self.prompt_tokens_total,
+            **counts_json(self.totals),
+            "definitions": {
+                "acceptance_length": "drafted tokens kept per verify step, plus 1 for the target's own (bonus) token",
+                "accepted_per_position": "share of verify steps that kept a drafted token at depth 1, 2, ...",
+            },
+            "engine": self._engine.stats(),
+            "recent": list(self.recent),
+        }
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"spec_{name}", text, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"spec_{name}", text, ("model_name",), registry=self.registry, buckets=buckets)
+
+
+def counts_json(counts: Counts) -> dict[str, Any]:
+    """Token counts with the rates that follow from them; a rate without a verify step is null."""
+    steps = counts.steps
+    return {
+        "completion_tokens": counts.completion,
+        "verify_steps": steps,
+        "drafted_tokens": counts.drafted,
+        "accepted_tokens": counts.accepted,
+        "acceptance_length": counts.acceptance_length,
+        "acceptance_rate": counts.accepted / counts.drafted if counts.drafted else None,
+        "accepted_per_position": [kept / steps for kept in counts.per_depth],
+    }
+
+
+class _EngineCollector(Collector):
+    """Gauges read from the engine when they are asked for."""
+
+    def __init__(self, engine: AsyncEngine, model: str):
+        self._engine, self._model = engine, model
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._engine.stats()
+        used = 1 - stats["pages_free"] / stats["pages_total"]
+        for name, text, value in (
+            ("spec_num_requests_running", "Requests in the running batch.", stats["running"]),
+            ("spec_num_requests_waiting", "Requests in the queue.", stats["waiting"]),
+            ("spec_kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.", used),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        preempted = CounterMetricFamily(
+            "spec_num_preemptions", "Requests that gave up their pages and start again.", labels=["model_name"]
+        )
+        preempted.add_metric([self._model], stats["preemptions"])
+        yield preempted

@@ -1,0 +1,228 @@
+"""Requests of the API, strictly typed: a field that is unknown, mistyped or not supported is an error that names it.
+
+Fields OpenAI does not know are marked "ours". A field that only works with one value is listed with just that value.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0)]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+
+
+class TemplateOptions(Strict):
+    """Ours, under the name other servers use."""
+
+    thinking_mode: Literal["enabled", "disabled", "adaptive"]
+
+
+class SamplingFields(Strict):
+    """What both completion endpoints share. None is "not given": the server's default for the model."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    user: str | None = None  # goes into the log
+
+    # Ours.
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool = False
+    priority: int = 0
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _bias_names_tokens(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not key.isascii() or not key.isdigit():
+                raise ValueError(f"keys are token ids, got {key!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream true")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+
+class CompletionRequest(SamplingFields):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    suffix: None = None
+    skip_special_tokens: bool = True  # ours: false shows special tokens in the text
+
+    @model_validator(mode="after")
+    def _choices_fit(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of < self.choices:
+            raise ValueError("best_of: must be at least n")
+        if self.best_of is not None and self.best_of > self.choices and self.stream:
+            raise ValueError("best_of: the best answers are known only at the end, so not with stream true")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: log-probabilities of the prompt are not available, so not together with logprobs")
+        return self
+
+
+class ContentPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None  # as a client that joins streamed parts sends it back
+
+
+class Message(Strict):
+    """One message of any role. Fields of OpenAI's answers that are always empty here may be sent back as they came."""
+
+    role: Literal["root", "system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: None = None
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> "Message":
+        if self.role != "assistant":
+            for name in ("tool_calls", "reasoning_content", "reasoning"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: only with role assistant")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError("tool_call_id: only with role tool")
+        return self
+
+
+class FunctionDefinition(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ResponseFormat(Strict):
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingFields):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none"] | None = None
+    metadata: dict[str, str] | None = None  # goes into the log
+    safety_identifier: str | None = None  # goes into the log
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    thinking_mode: Literal["enabled", "disabled", "adaptive"] | None = None  # ours
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError("max_completion_tokens: differs from max_tokens, send one of them")
+        modes = {
+            self.thinking_mode,
+            self.chat_template_kwargs and self.chat_template_kwargs.thinking_mode,
+            "disabled" if self.reasoning_effort else None,
+        } - {None}
+        if len(modes) > 1:
+            raise ValueError("thinking_mode: is given twice, with different values")
+        return self
+
+    @property
+    def mode(self) -> Literal["enabled", "disabled", "adaptive"]:
+        template_mode = self.chat_template_kwargs.thinking_mode if self.chat_template_kwargs else None
+        return self.thinking_mode or template_mode or "disabled"
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools the model may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+
+class TokenizeRequest(Strict):
+    """Either a text, encoded as a completion prompt is, or messages, rendered as a chat is."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    thinking_mode: Literal["enabled", "disabled", "adaptive"] = "disabled"
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt: send either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,130 @@
+"""From API requests to prompt ids and sampling parameters. Long texts take their time here: keep it off the event
+loop."""
+
+from typing import Any
+
+from serve.api_errors import ApiError, from_user_error
+from serve.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, Message, SamplingFields
+from serve.request import SamplingParams
+from serve.service import Service
+from target_model.errors import UserError
+
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def completion_prompts(request: CompletionRequest, service: Service) -> list[list[int]]:
+    """Ids of every prompt. A raw prompt is the caller's whole token stream: special tokens in it are special."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        prompts = [prompt]
+    else:
+        prompts = list(prompt)
+    if not prompts:
+        raise ApiError(400, "prompt: must not be empty", "prompt", "invalid_value")
+    if len(prompts) * max(request.choices, request.best_of or 1) > MAX_CHOICES:
+        raise ApiError(
+            400, f"prompt: at most {MAX_CHOICES} answers a request, all prompts together", "prompt", "invalid_value"
+        )
+    encoded = []
+    for entry in prompts:
+        if isinstance(entry, str):
+            check_length([entry], service, "prompt")
+            try:
+                entry = service.tokenizer.encode(entry, allow_special=True)
+            except UserError as error:
+                raise from_user_error(error, set(), "prompt") from None
+        check_context(entry, service, "prompt")
+        encoded.append(entry)
+    return encoded
+
+
+def chat_prompt(request: ChatRequest, service: Service) -> list[int]:
+    """Ids of a rendered conversation."""
+    check_length(_texts(request.messages), service, "messages")
+    messages = [message.model_dump(exclude_none=True) for message in in_call_order(request.messages)]
+    try:
+        prompt = service.tokenizer.render_chat(messages, request.offered_tools, request.mode)
+    except UserError as error:
+        raise from_user_error(error, {"messages", "tools"}, "messages") from None
+    check_context(prompt, service, "messages")
+    return prompt
+
+
+def _texts(messages: list[Message]) -> list[str]:
+    contents = [message.content or "" for message in messages]
+    return [
+        text for content in contents for text in ([content] if isinstance(content, str) else [p.text for p in content])
+    ]
+
+
+def check_length(texts: list[str], service: Service, param: str) -> None:
+    """Refuses what is too long whatever its tokens are, without encoding it."""
+    least = sum(len(text) for text in texts) // service.tokenizer.longest_token
+    if least >= service.context:
+        raise _too_long(f"at least {least}", service, param)
+
+
+def check_context(prompt: list[int], service: Service, param: str) -> None:
+    if len(prompt) >= service.context:
+        raise _too_long(str(len(prompt)), service, param)
+
+
+def _too_long(tokens: str, service: Service, param: str) -> ApiError:
+    message = f"{param}: the prompt has {tokens} tokens, but the context holds {service.context}, answer included"
+    return ApiError(400, message, param, "context_length_exceeded")
+
+
+def in_call_order(messages: list[Message]) -> list[Message]:
+    """Tool results in the order of the calls they answer: the model sees no ids, only the order."""
+    result: list[Message] = []
+    order: dict[str, int] = {}
+    start = 0  # of the current run of tool results
+    for index, message in enumerate(messages):
+        if message.role != "tool":
+            order = {call.id: place for place, call in enumerate(message.tool_calls or []) if call.id is not None}
+            start = index + 1
+        elif order and message.tool_call_id is not None:
+            if message.tool_call_id not in order:
+                where = f"messages[{index}].tool_call_id"
+                raise ApiError(400, f"{where}: no call before it has this id", where, "invalid_value")
+        result.append(message)
+        if message.role == "tool" and order and all(m.tool_call_id is not None for m in result[start:]):
+            result[start:] = sorted(result[start:], key=lambda m: order[m.tool_call_id])
+    return result
+
+
+def sampling_params(
+    request: SamplingFields, service: Service, *, prompt_tokens: int, max_tokens: int | None, logprobs: int | None
+) -> tuple[SamplingParams, tuple[str, ...]]:
+    """Parameters for the engine, and the stop strings that are looked for in the text.
+
+    `max_tokens` beyond the context is cut to what fits, and the answer then ends with "length". A stop string that is
+    the text of a special token is that token.
+    """
+    room = service.context - prompt_tokens
+    special = service.tokenizer.special
+    for stop in request.stops:
+        if stop not in special and any(token in stop for token in special):
+            raise ApiError(400, "stop: a special token can only be a stop string of its own", "stop", "invalid_value")
+    stop_ids = [special[stop] for stop in request.stops if stop in special] + (request.stop_token_ids or [])
+    given = {
+        name: value
+        for name in ("seed", "top_p", "top_k", "min_p", "temperature", "repetition_penalty", "presence_penalty")
+        + ("frequency_penalty", "min_tokens")
+        if (value := getattr(request, name)) is not None
+    }
+    defaults = {name: getattr(service.defaults, name) for name in ("temperature", "top_p", "top_k")}
+    try:
+        params = SamplingParams(
+            **{**defaults, **given},
+            logit_bias={int(token): value for token, value in (request.logit_bias or {}).items()},
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            stop_token_ids=tuple(stop_ids),
+            ignore_eos=request.ignore_eos,
+            logprobs=logprobs,
+        )
+    except UserError as error:
+        raise from_user_error(error, set(type(request).model_fields), "prompt") from None
+    return params, tuple(stop for stop in request.stops if stop not in special)

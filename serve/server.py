@@ -1,0 +1,247 @@
+"""The HTTP server: an OpenAI-compatible API in front of one engine."""
+
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from serve import api_errors
+from serve.api_errors import ApiError, from_user_error, parse_body
+from serve.async_engine import AsyncEngine, EngineStopped, Overloaded
+from serve.chat import create_chat
+from serve.completions import create_completion
+from serve.engine import Engine
+from serve.load import Description, load_engine, usable_context
+from serve.metrics import Metrics
+from serve.middleware import Gate
+from serve.openai_types import DetokenizeRequest, TokenizeRequest
+from serve.service import Service, Settings
+from serve.tree import TreeConfig
+from target_model.errors import UserError
+from target_model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Everything `spec serve` can be told. None: the default of the engine, or of the machine."""
+
+    target: str = "m3-tiny"
+    draft: str | None = "eagle3"
+    tree: TreeConfig | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model_name: str | None = None
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    pages: int | None = None
+    context: int | None = None
+    prefill_tokens: int = 512
+    max_running: int = 32
+    max_open: int = 1024
+    settings: Settings = field(default_factory=Settings)
+
+
+def run(options: ServeOptions) -> None:
+    """Binds the port, loads, serves until SIGTERM or Ctrl-C, and lets open requests end. UserError for what the user
+    can mend."""
+    listener = bind(options.host, options.port)
+    try:
+        engine, tokenizer, description = load_engine(
+            options.target,
+            options.draft,
+            options.tree,
+            device=options.device,
+            dtype=options.dtype,
+            pages=options.pages,
+            context=options.context,
+            prefill_tokens=options.prefill_tokens,
+            max_running=options.max_running,
+        )
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        service = make_service(
+            engine,
+            tokenizer,
+            description,
+            settings=options.settings,
+            model_name=options.model_name,
+            max_open=options.max_open,
+        )
+        print(greeting(service, description, listener), flush=True)
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=int(options.settings.drain_timeout),
+        )
+        # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The listening socket, taken before anything is loaded so that a port in use costs no time."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot listen on {host} port {port}: {reason}") from None
+
+
+def make_service(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    description: Description,
+    *,
+    settings: Settings | None = None,
+    model_name: str | None = None,
+    max_open: int = 1024,
+) -> Service:
+    """A service around an engine that is not running yet; the application starts and stops it."""
+    model = model_name or description.target
+    running = AsyncEngine(engine, max_open)
+    return Service(
+        running,
+        tokenizer,
+        model,
+        usable_context(engine),
+        description.defaults,
+        Metrics(running, model),
+        settings or Settings(),
+    )
+
+
+def create_app(service: Service) -> FastAPI:
+    """The application. CORS is off: browsers may use it from its own origin only."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        # The open connections have ended or run out of time by now.
+        await service.engine.drain(timeout=0)
+        service.pool.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(title="m3-spec", lifespan=lifespan, docs_url=None, redoc_url=None)
+    for kind in (ApiError, EngineStopped, Overloaded, HTTPException, Exception):
+        app.add_exception_handler(kind, api_errors.handle)
+    app.add_middleware(Gate, settings=service.settings)
+    _add_completions(app, service)
+    _add_tokens(app, service)
+    _add_state(app, service)
+    return app
+
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_card(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model_card(service)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await create_completion(request, service)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await create_chat(request, service)
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        body = await request.body()
+        tokens = await service.off_loop(lambda: _tokenize(body, service))
+        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        parsed = parse_body(DetokenizeRequest, await request.body())
+        service.check_model(parsed.model)
+        wrong = next((token for token in parsed.tokens if token >= service.tokenizer.vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"tokens: there is no token {wrong}", "tokens", "invalid_value")
+        return {"prompt": service.tokenizer.decode(parsed.tokens)}
+
+
+def _tokenize(body: bytes, service: Service) -> list[int]:
+    request = parse_body(TokenizeRequest, body)
+    service.check_model(request.model)
+    try:
+        if request.prompt is not None:
+            return service.tokenizer.encode(request.prompt, allow_special=True)
+        return service.tokenizer.render_chat(
+            [message.model_dump(exclude_none=True) for message in request.messages or []],
+            [tool.model_dump(exclude_none=True) for tool in request.tools or []],
+            request.thinking_mode,
+            request.add_generation_prompt,
+        )
+    except UserError as error:
+        raise from_user_error(error, {"messages", "tools"}, "prompt") from None
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return _state(service.engine.healthy, service)
+
+    @app.get("/health/ready")
+    async def ready() -> JSONResponse:
+        return _state(service.engine.ready, service)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.prometheus(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return service.metrics.json()
+
+
+def _state(good: bool, service: Service) -> JSONResponse:
+    if good:
+        return JSONResponse({"status": "ok"})
+    return ApiError(503, service.engine.failure or "not ready", code="unavailable").response()
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": int(service.metrics.started),
+        "owned_by": "m3-spec",
+        "max_model_len": service.context,
+    }
+
+
+def greeting(service: Service, description: Description, listener: socket.socket) -> str:
+    """What a user sees at the start: what is served, how much memory it takes, where, and a first request to try."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if service.settings.api_keys else ""
+    body = f'{{"model": "{service.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return "\n".join(
+        [
+            *description.lines,
+            f"serving {service.model} at {url}/v1",
+            "",
+            f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n  -d '{body}'",
+            "",
+        ]
+    )
