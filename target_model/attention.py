@@ -1,7 +1,7 @@
 """Full and block-sparse (MSA) attention of one layer, over the paged cache.
 
-Shapes: T rows, H hidden, Q query heads, K kv heads, J index heads (J == K), D head dim, n packed heads, N chosen blocks,
-P pages, B slots in a page.
+Shapes: T rows, H hidden, Q query heads, K kv heads, J index heads (J == K), D head dim, n packed heads, N chosen
+blocks, P pages, B slots in a page.
 """
 
 import torch
@@ -12,14 +12,16 @@ from target_model.batch import Batch
 from target_model.cache import LayerCache
 from target_model.config import M3Config
 from target_model.kernels import ops
-from target_model.layers import Rotary
+from target_model.layers import Rotary, empty
 
 
 class Attention(nn.Module):
-    """Per-head Gemma norms, partial RoPE, grouped-query attention; sparse layers attend to the blocks their index heads choose.
+    """Per-head Gemma norms, partial RoPE, grouped-query attention; sparse layers attend to the blocks their index
+    heads choose.
 
-    One packed projection makes the heads q | k | index q | index k | v (no index heads on full-attention layers): those to be normalised
-    and rotated stand together, so one norm and one rotation serve them all. `head_scale` is 1 + w of each of those heads.
+    One packed projection makes the heads q | k | index q | index k | v (no index heads on full-attention layers):
+    those to be normalised and rotated stand together, so one norm and one rotation serve them all. `head_scale` is 1 +
+    w of each of those heads.
     """
 
     def __init__(self, config: M3Config, layer: int, dtype: torch.dtype):
@@ -32,9 +34,9 @@ class Attention(nn.Module):
         # A layer that reuses the previous choice still projects its index heads, and then leaves them.
         self.used_heads = config.num_heads + config.num_kv_heads if self.reuses_blocks else normed
         self.scale = dim**-0.5
-        self.packed_proj = nn.Linear(config.hidden_size, (normed + config.num_kv_heads) * dim, bias=False, dtype=dtype)
-        self.head_scale = nn.Parameter(torch.empty(normed, dim, dtype=torch.float32), requires_grad=False)
-        self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=False, dtype=dtype)
+        self.packed = empty((normed + config.num_kv_heads) * dim, config.hidden_size, dtype=dtype)
+        self.head_scale = empty(normed, dim, dtype=torch.float32)
+        self.out = empty(config.hidden_size, config.num_heads * dim, dtype=dtype)
 
     def forward(
         self,
@@ -48,11 +50,11 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention output [T, H] and the blocks in force behind this layer.
 
-        `previous_TJN` is the choice of the sparse layer before. The choice is None while every block is chosen (then MSA is full
-        attention and nothing is scored), unless `need_blocks`.
+        `previous_TJN` is the choice of the sparse layer before. The choice is None while every block is chosen (then
+        MSA is full attention and nothing is scored), unless `need_blocks`.
         """
         config = self.config
-        heads_TnD = self.packed_proj(x_TH).view(x_TH.shape[0], -1, config.head_dim)
+        heads_TnD = F.linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim)
         normed_TnD = F.rms_norm(heads_TnD[:, : self.used_heads].float(), (config.head_dim,), None, config.rms_norm_eps)
         normed_TnD = rotary.rotate(normed_TnD * self.head_scale[: self.used_heads], *cos_sin).to(x_TH.dtype)
         q_TQD = normed_TnD[:, : config.num_heads]
@@ -73,4 +75,4 @@ class Attention(nn.Module):
             attended = ops.sparse_attention(q_TQD, cache.k, cache.v, blocks_TJN, batch, self.scale)
         else:
             attended = ops.paged_attention(q_TQD, cache.k, cache.v, batch, self.scale)
-        return self.o_proj(attended.reshape(x_TH.shape[0], -1)), blocks_TJN
+        return F.linear(attended.flatten(1), self.out), blocks_TJN

@@ -1,6 +1,8 @@
-"""Loading a published checkpoint, strictly: every tensor of the table is there, in its shape and a fitting type, and nothing else is.
+"""Loading a published checkpoint, strictly: every tensor of the table is there, in its shape and a fitting type, and
+nothing else is.
 
-Headers of all shards are checked before any weight is read; then tensors are streamed one by one into the parameters that pack them.
+Headers of all shards are checked before any weight is read; then tensors are streamed one by one into the parameters
+that pack them.
 """
 
 import contextlib
@@ -38,7 +40,8 @@ def load_target(
 ) -> TargetModel:
     """The target behind a name or a directory, its language model in `dtype` on `device`. Vision tensors stay on disk.
 
-    Raises UserError naming the tensor and the file when anything is missing, unknown, mis-shaped, of a wrong type, or unreadable.
+    Raises UserError naming the tensor and the file when anything is missing, unknown, mis-shaped, of a wrong type, or
+    unreadable.
     """
     from target_model.resolve import resolve_target
 
@@ -91,7 +94,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], directory: Path) -> list[TensorSpec]:
-    """The tensors to load. Raises UserError for the first tensor that is missing, unknown, mis-shaped or of a wrong type.
+    """The tensors to load. Raises UserError for the first tensor that is missing, unknown, mis-shaped or of a wrong
+    type.
 
     Vision tensors may be absent altogether (a text-only copy); those present must be the right ones.
     """
@@ -135,7 +139,8 @@ def _stream(stored: Mapping[str, StoredTensor], wanted: list[TensorSpec]) -> Ite
 def _check_tensor(spec: TensorSpec, tensor: StoredTensor) -> None:
     if tensor.shape != spec.shape:
         raise UserError(
-            f"tensor {spec.name} in {tensor.file} has shape {list(tensor.shape)}, the config asks for {list(spec.shape)}"
+            f"tensor {spec.name} in {tensor.file} has shape {list(tensor.shape)}, "
+            f"the config asks for {list(spec.shape)}"
         )
     allowed = ("F32",) if spec.kind == "fp32" else _WEIGHT_TYPES
     if tensor.dtype not in allowed:

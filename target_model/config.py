@@ -1,7 +1,8 @@
 """MiniMax-M3's `config.json`, read once into frozen dataclasses and checked there.
 
-Two spellings exist: the published one (`sparse_attention_config`, `moe_layer_freq`, `rope_theta`) and the flat one that the transformers
-package writes (`index_topk_blocks`, `layer_types`, `mlp_layer_types`, `rope_parameters`). Both are read; where both are present they must agree.
+Two spellings exist: the published one (`sparse_attention_config`, `moe_layer_freq`, `rope_theta`) and the flat one
+that the transformers package writes (`index_topk_blocks`, `layer_types`, `mlp_layer_types`, `rope_parameters`). Both
+are read; where both are present they must agree.
 """
 
 import json
@@ -40,11 +41,14 @@ class M3Config:
     """Everything about a target that shapes its tensors or its arithmetic.
 
     dense_width, expert_width, shared_width   inner widths of the dense MLP, of one routed expert, of the shared expert
-    sparse_layers, moe_layers                 per layer: block-sparse attention (else full), mixture of experts (else dense MLP)
+    sparse_layers, moe_layers                 per layer: block-sparse attention (else full), mixture of experts (else
+                                              dense MLP)
     block_size                                tokens in a sparse block = slots in a cache page
-    top_k_blocks                              blocks a query attends to, the forced ones (init_blocks, local_blocks) counted
+    top_k_blocks                              blocks a query attends to, the forced ones (init_blocks, local_blocks)
+                                              counted
     eos_token_ids                             every id that ends an answer
-    use_index_cache, index_topk_*             run-time reuse of the block choice between sparse layers (lossy), see `reuses_blocks`
+    use_index_cache, index_topk_*             run-time reuse of the block choice between sparse layers (lossy), see
+                                              `reuses_blocks`
     """
 
     hidden_size: int
@@ -91,7 +95,7 @@ class M3Config:
 
     @classmethod
     def from_json(cls, source: dict[str, Any] | str | os.PathLike) -> "M3Config":
-        """From the parsed JSON, from a `config.json`, or from a directory that holds one. Raises UserError naming the field."""
+        """From parsed JSON, a `config.json`, or a directory that holds one. Raises UserError naming the field."""
         if isinstance(source, dict):
             return _read(source, where="config")
         path = Path(source)
@@ -101,7 +105,7 @@ class M3Config:
 
     @property
     def reuses_blocks(self) -> tuple[bool, ...]:
-        """Per layer: it takes the block choice of the sparse layer before it. Counted by rank among the sparse layers."""
+        """Per layer: it takes the block choice of the sparse layer before it. Ranks count sparse layers only."""
         flags, rank = [], 0
         for sparse in self.sparse_layers:
             flags.append(sparse and self._reuses(rank))
@@ -233,18 +237,20 @@ def _read_sizes(text: Section) -> dict[str, Any]:
     rotary = [("partial_rotary_factor", int(factor * head_dim)) for factor in factors]
     if "rotary_dim" in text:
         rotary.append(("rotary_dim", text.integer("rotary_dim")))
-    return dict(
-        hidden_size=text.integer("hidden_size"),
-        num_layers=text.integer("num_hidden_layers"),
-        num_heads=text.integer("num_attention_heads"),
-        num_kv_heads=text.integer("num_key_value_heads"),
-        head_dim=head_dim,
-        vocab_size=text.integer("vocab_size"),
-        rms_norm_eps=text.number("rms_norm_eps"),
-        rope_theta=text.agreed("rope_theta", [s.found("rope_theta", float) for s in (text, rope) if "rope_theta" in s]),
-        rotary_dim=text.agreed("rotary_dim", rotary),
-        max_position=text.integer("max_position_embeddings"),
-    )
+    return {
+        "hidden_size": text.integer("hidden_size"),
+        "num_layers": text.integer("num_hidden_layers"),
+        "num_heads": text.integer("num_attention_heads"),
+        "num_kv_heads": text.integer("num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab_size": text.integer("vocab_size"),
+        "rms_norm_eps": text.number("rms_norm_eps"),
+        "rope_theta": text.agreed(
+            "rope_theta", [s.found("rope_theta", float) for s in (text, rope) if "rope_theta" in s]
+        ),
+        "rotary_dim": text.agreed("rotary_dim", rotary),
+        "max_position": text.integer("max_position_embeddings"),
+    }
 
 
 def _read_experts(text: Section) -> dict[str, Any]:
@@ -252,18 +258,18 @@ def _read_experts(text: Section) -> dict[str, Any]:
     moe = [text.flags("moe_layer_freq", layers)] if "moe_layer_freq" in text else []
     if "mlp_layer_types" in text:
         moe.append(text.kinds("mlp_layer_types", {"sparse": True, "dense": False}))
-    return dict(
-        dense_width=text.integer("dense_intermediate_size"),
-        expert_width=text.integer("intermediate_size"),
-        shared_width=text.integer("shared_intermediate_size"),
-        num_experts=text.integer("num_local_experts"),
-        experts_per_token=text.integer("num_experts_per_tok"),
-        routed_scaling_factor=text.number("routed_scaling_factor"),
-        swiglu_alpha=text.number("swiglu_alpha"),
-        swiglu_limit=text.number("swiglu_limit"),
-        swiglu_beta=text.number("swiglu_beta", default=1.0),
-        moe_layers=text.agreed("moe_layer_freq", moe),
-    )
+    return {
+        "dense_width": text.integer("dense_intermediate_size"),
+        "expert_width": text.integer("intermediate_size"),
+        "shared_width": text.integer("shared_intermediate_size"),
+        "num_experts": text.integer("num_local_experts"),
+        "experts_per_token": text.integer("num_experts_per_tok"),
+        "routed_scaling_factor": text.number("routed_scaling_factor"),
+        "swiglu_alpha": text.number("swiglu_alpha"),
+        "swiglu_limit": text.number("swiglu_limit"),
+        "swiglu_beta": text.number("swiglu_beta", default=1.0),
+        "moe_layers": text.agreed("moe_layer_freq", moe),
+    }
 
 
 def _read_blocks(text: Section, top: Section) -> dict[str, Any]:
@@ -317,12 +323,12 @@ def _read_tokens(text: Section, top: Section) -> dict[str, Any]:
         found = [top.found(n, int) for n in (f"{kind}_token_index", f"{kind}_token_id") if n in top]
         return top.agreed(f"{kind}_token_index", found) if found else None
 
-    return dict(
-        bos_token_id=bos_section.integer("bos_token_id", least=0),
-        eos_token_ids=tuple(eos),
-        image_token_id=placeholder("image"),
-        video_token_id=placeholder("video"),
-    )
+    return {
+        "bos_token_id": bos_section.integer("bos_token_id", least=0),
+        "eos_token_ids": tuple(eos),
+        "image_token_id": placeholder("image"),
+        "video_token_id": placeholder("video"),
+    }
 
 
 def _read_vision(top: Section, text: Section) -> VisionConfig:

@@ -10,23 +10,35 @@ from torch import Tensor, nn
 from target_model.config import M3Config
 
 
+def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A frozen parameter that a checkpoint is to fill."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def rms_norm(x_TH: Tensor, scale_H: Tensor, eps: float) -> Tensor:
+    """x * rsqrt(mean(x^2) + eps) * scale in fp32, back in the dtype of x. Gemma's norm: `scale` is 1 + w, kept in
+    fp32.
+    """
+    return F.rms_norm(x_TH.float(), scale_H.shape, scale_H, eps).to(x_TH.dtype)
+
+
 class GemmaRMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * (1 + w) in fp32, back in the input's dtype. `scale` holds 1 + w, in fp32."""
+    """`rms_norm` with its own scale."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.eps = eps
-        self.scale = nn.Parameter(torch.empty(dim, dtype=torch.float32), requires_grad=False)
+        self.scale = empty(dim, dtype=torch.float32)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.rms_norm(x_TH.float(), self.scale.shape, self.scale, self.eps).to(x_TH.dtype)
+        return rms_norm(x_TH, self.scale, self.eps)
 
 
 class Rotary(nn.Module):
     """Rotate-half RoPE on the first `rotary_dim` dims of a head; the others pass.
 
-    Kept as full-width tables (cosine 1 and sine 0 on the dims that pass, the sine of the first half negated), so that applying it is
-    x * cos + x[swapped halves] * sin over whole heads.
+    Kept as full-width tables (cosine 1 and sine 0 on the dims that pass, the sine of the first half negated), so that
+    applying it is x * cos + x[swapped halves] * sin over whole heads.
     """
 
     inverse_frequency: Tensor
@@ -65,7 +77,9 @@ class Rotary(nn.Module):
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, beta: float) -> Tensor:
-    """gate * sigmoid(alpha * gate) * (up + beta), the gate clamped from above only, up on both sides. [.., 2I] -> [.., I]."""
+    """gate * sigmoid(alpha * gate) * (up + beta), the gate clamped from above only, up on both sides. [.., 2I] -> [..,
+    I].
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     gate = gate.clamp(max=limit)
     up = up.clamp(min=-limit, max=limit)
@@ -73,13 +87,15 @@ def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, beta: float) -> 
 
 
 class DenseMLP(nn.Module):
-    """The MLP of the dense layers, and the shared expert of the MoE layers."""
+    """The MLP of the dense layers, and the shared expert of the MoE layers. `w13` [2I, H] stacks gate and up, `w2` [H,
+    I] is down.
+    """
 
     def __init__(self, config: M3Config, width: int, dtype: torch.dtype):
         super().__init__()
         self.activation = (config.swiglu_alpha, config.swiglu_limit, config.swiglu_beta)
-        self.gate_up_proj = nn.Linear(config.hidden_size, 2 * width, bias=False, dtype=dtype)
-        self.down_proj = nn.Linear(width, config.hidden_size, bias=False, dtype=dtype)
+        self.w13 = empty(2 * width, config.hidden_size, dtype=dtype)
+        self.w2 = empty(config.hidden_size, width, dtype=dtype)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down_proj(clamped_swiglu(self.gate_up_proj(x_TH), *self.activation))
+        return F.linear(clamped_swiglu(F.linear(x_TH, self.w13), *self.activation), self.w2)

@@ -1,6 +1,7 @@
 """MiniMax-M3's language model over a paged cache, frozen: for serving, and for capturing what a draft learns from.
 
-Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A = taps * H, J index heads, N chosen blocks.
+Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A = taps * H, J index heads, N chosen
+blocks.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from target_model.batch import Batch
 from target_model.cache import LayerCache, PagedCache, TransientCache
 from target_model.config import M3Config
 from target_model.errors import UserError
-from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary
+from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary, empty, rms_norm
 from target_model.moe import MixtureOfExperts
 
 
@@ -23,7 +24,8 @@ class TargetOutput:
     """What one forward pass hands back.
 
     final_state [T, H]  after the final norm: the output head applies directly
-    aux [T, A]          the residual stream entering each tapped layer, concatenated in the order of the taps; [T, 0] without taps
+    aux [T, A]          the residual stream entering each tapped layer, concatenated in the order of the taps; [T, 0]
+                        without taps
     """
 
     final_state: Tensor
@@ -34,7 +36,8 @@ class TargetOutput:
 class Recorder:
     """Collects the inside of one forward pass.
 
-    hidden_states  [T, H] each: entry i is the residual stream entering layer i, the last entry what leaves the last layer
+    hidden_states  [T, H] each: entry i is the residual stream entering layer i, the last entry what leaves the last
+                   layer
     blocks         by layer: int32 [T, J, N], the block ids chosen there, ascending, -1 behind the last
     """
 
@@ -47,9 +50,10 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: M3Config, layer: int, dtype: torch.dtype):
         super().__init__()
-        self.input_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eps = config.rms_norm_eps
+        self.attention_scale = empty(config.hidden_size, dtype=torch.float32)
         self.attention = Attention(config, layer, dtype)
-        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_scale = empty(config.hidden_size, dtype=torch.float32)
         moe = config.moe_layers[layer]
         self.mlp = MixtureOfExperts(config, dtype) if moe else DenseMLP(config, config.dense_width, dtype)
 
@@ -63,14 +67,16 @@ class DecoderLayer(nn.Module):
         blocks_TJN: Tensor | None,
         need_blocks: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        normed = self.input_layernorm(x_TH)
+        normed = rms_norm(x_TH, self.attention_scale, self.eps)
         attended, blocks_TJN = self.attention(normed, batch, cache, rotary, cos_sin, blocks_TJN, need_blocks)
         x_TH = x_TH + attended
-        return x_TH + self.mlp(self.post_attention_layernorm(x_TH)), blocks_TJN
+        return x_TH + self.mlp(rms_norm(x_TH, self.mlp_scale, self.eps)), blocks_TJN
 
 
 class TargetModel(nn.Module):
-    """The frozen target. Built without storage; `materialise` gives it (uninitialised) storage, `checkpoint.py` fills it."""
+    """The frozen target. Built without storage; `materialise` gives it (uninitialised) storage, `checkpoint.py` fills
+    it.
+    """
 
     def __init__(self, config: M3Config, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -111,7 +117,9 @@ class TargetModel(nn.Module):
         taps: Sequence[int] = (),
         recorder: Recorder | None = None,
     ) -> TargetOutput:
-        """Runs the rows of `batch`, writing their keys and values into `cache`. Tap t is the residual stream entering layer t."""
+        """Runs the rows of `batch`, writing their keys and values into `cache`. Tap t is the residual stream entering
+        layer t.
+        """
         cos_sin = self.rotary(batch.positions)
         x_TH = self.embed_tokens(batch.token_ids)
         blocks_TJN = None
@@ -143,10 +151,7 @@ class TargetModel(nn.Module):
         Attention is causal, so padding on the right changes no row before it.
         """
         sequences, length = token_ids_RS.shape
-        pages = -(-length // self.config.block_size)
-        tables = [list(range(r * pages, (r + 1) * pages)) for r in range(sequences)]
-        rows = token_ids_RS.tolist()
-        batch = Batch.causal(self.config.block_size, self.device, rows, [0] * sequences, tables)
-        cache = TransientCache(self.config, sequences * pages, dtype=self.dtype, device=self.device)
+        batch = Batch.whole(self.config.block_size, token_ids_RS.to(self.device))
+        cache = TransientCache(self.config, batch.block_table.numel(), dtype=self.dtype, device=self.device)
         output = self(batch, cache, taps)
         return output.final_state.view(sequences, length, -1), output.aux.view(sequences, length, -1)

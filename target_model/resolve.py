@@ -1,7 +1,8 @@
 """From a target's name to its directory and config.
 
-`m3-tiny` is part of the package; a directory is itself; `MiniMax-M3` is the hub's MiniMaxAI/MiniMax-M3, from the local hub cache or
-downloaded. Only weights, configuration and tokenizer files are ever fetched or read: a checkpoint's own code is not executed.
+`m3-tiny` is part of the package; a directory is itself; `MiniMax-M3` is the hub's MiniMaxAI/MiniMax-M3, from the local
+hub cache or downloaded. Only weights, configuration and tokenizer files are ever fetched or read: a checkpoint's own
+code is not executed.
 """
 
 import shutil
@@ -37,7 +38,7 @@ class ResolvedTarget:
 
 
 def resolve_target(name: str) -> ResolvedTarget:
-    """The target behind a name or a directory. Raises UserError with one sentence saying what is missing and what it would take."""
+    """The target behind a name or a directory. Raises UserError saying what is missing and what it would take."""
     if (BUNDLED / name / "config.json").is_file():
         return _resolved(name, BUNDLED / name)
     path = Path(name).expanduser()
@@ -79,12 +80,13 @@ def _from_hub(name: str) -> Path:
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             problem = f"the download of {hub_id} failed ({str(error).splitlines()[0]})"
     raise UserError(
-        f"the weights of {name} are not in the hub cache {constants.HF_HUB_CACHE} and {problem}; {requirements(name, config)}"
+        f"the weights of {name} are not in the hub cache {constants.HF_HUB_CACHE} and {problem}; "
+        f"{requirements(name, config)}"
     )
 
 
 def _cached_snapshot(hub_id: str) -> Path | None:
-    """The hub cache's copy, if it holds the config and weights. Missing shards of a copy are named later, by the loader."""
+    """The hub cache's copy, if it holds config and weights. The loader names the shards that a copy lacks."""
     try:
         path = Path(huggingface_hub.snapshot_download(hub_id, local_files_only=True))
     except LocalEntryNotFoundError:
@@ -107,7 +109,7 @@ def _obstacle(download_bytes: int) -> str | None:
 
 
 def _reachable(endpoint: str) -> bool:
-    """Whether the hub answers within seconds. Name look-up has no time limit of its own, so a thread bounds the whole attempt."""
+    """Whether the hub answers within seconds. Name look-up has no time limit of its own: a thread bounds it all."""
     host = endpoint.split("://")[-1].split("/")[0].split(":")[0]
     connected = threading.Event()
 

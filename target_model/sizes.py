@@ -11,7 +11,8 @@ class ParameterCount:
     """Counts over a published checkpoint.
 
     parts         parameters by part (routed_experts, attention, ...); their sum is `total`
-    active        parameters that one token multiplies with: its experts only, the output head, no embedding look-up, no vision
+    active        parameters that one token multiplies with: its experts only, the output head, no embedding look-up,
+                  no vision
     weight_bytes  bytes in bf16, the router's fp32 tensors at 4 bytes
     """
 

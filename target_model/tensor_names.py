@@ -1,6 +1,7 @@
 """The one table of checkpoint tensors: published name, shape, and where each goes in the model.
 
-Everything that needs to know what a checkpoint holds reads this table: the loader, the parameter counts, the tests. It needs the config alone.
+Everything that needs to know what a checkpoint holds reads this table: the loader, the parameter counts, the tests. It
+needs the config alone.
 """
 
 from collections.abc import Iterator
@@ -18,10 +19,12 @@ class TensorSpec:
     """One tensor of a checkpoint.
 
     part         the group it is counted in
-    kind         "weight": stored and kept in the model's dtype; "norm": stored as w, kept in fp32 as 1 + w; "fp32": fp32 on both sides
+    kind         "weight": stored and kept in the model's dtype; "norm": stored as w, kept in fp32 as 1 + w; "fp32":
+                 fp32 on both sides
     destination  name of the model's parameter, "" for a tensor that a text-only model does not take
     expert       index along the parameter's first dimension, if it stacks experts
-    rows         (start, stop) in the dimension after that, if the parameter packs several tensors; a norm fills each of its rows
+    rows         (start, stop) in the dimension after that, if the parameter packs several tensors; a norm fills each
+                 of its rows
     """
 
     name: str
@@ -64,8 +67,8 @@ def text_specs(config: M3Config) -> Iterator[TensorSpec]:
 def _attention_specs(config: M3Config, layer: int) -> Iterator[TensorSpec]:
     prefix, target = f"{TEXT}layers.{layer}.", f"layers.{layer}."
     hidden, dim = config.hidden_size, config.head_dim
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        yield TensorSpec(f"{prefix}{norm}.weight", (hidden,), "norms", "norm", f"{target}{norm}.scale")
+    for norm, scale in (("input_layernorm", "attention_scale"), ("post_attention_layernorm", "mlp_scale")):
+        yield TensorSpec(f"{prefix}{norm}.weight", (hidden,), "norms", "norm", f"{target}{scale}")
     # Packed columns: the heads that are normalised and rotated stand together, V comes last.
     packed = [("q", config.num_heads, "attention"), ("k", config.num_kv_heads, "attention")]
     if config.sparse_layers[layer]:
@@ -74,9 +77,7 @@ def _attention_specs(config: M3Config, layer: int) -> Iterator[TensorSpec]:
     for name, heads, part in packed:
         rows = (head * dim, (head + heads) * dim)
         weight, norm = f"{prefix}self_attn.{name}_proj.weight", f"{prefix}self_attn.{name}_norm.weight"
-        yield TensorSpec(
-            weight, (heads * dim, hidden), part, destination=f"{target}attention.packed_proj.weight", rows=rows
-        )
+        yield TensorSpec(weight, (heads * dim, hidden), part, destination=f"{target}attention.packed", rows=rows)
         yield TensorSpec(norm, (dim,), "norms", "norm", f"{target}attention.head_scale", rows=(head, head + heads))
         head += heads
     rows = (head * dim, (head + config.num_kv_heads) * dim)
@@ -84,14 +85,14 @@ def _attention_specs(config: M3Config, layer: int) -> Iterator[TensorSpec]:
         f"{prefix}self_attn.v_proj.weight",
         (config.num_kv_heads * dim, hidden),
         "attention",
-        destination=f"{target}attention.packed_proj.weight",
+        destination=f"{target}attention.packed",
         rows=rows,
     )
     yield TensorSpec(
         f"{prefix}self_attn.o_proj.weight",
         (hidden, config.num_heads * dim),
         "attention",
-        destination=f"{target}attention.o_proj.weight",
+        destination=f"{target}attention.out",
     )
 
 
@@ -102,7 +103,7 @@ def _dense_specs(config: M3Config, layer: int) -> Iterator[TensorSpec]:
 
 def _mlp_specs(prefix: str, config: M3Config, width: int, part: str, target: str) -> Iterator[TensorSpec]:
     hidden = config.hidden_size
-    w13, w2 = f"{target}gate_up_proj.weight", f"{target}down_proj.weight"
+    w13, w2 = f"{target}w13", f"{target}w2"
     yield TensorSpec(f"{prefix}gate_proj.weight", (width, hidden), part, destination=w13, rows=(0, width))
     yield TensorSpec(f"{prefix}up_proj.weight", (width, hidden), part, destination=w13, rows=(width, 2 * width))
     yield TensorSpec(f"{prefix}down_proj.weight", (hidden, width), part, destination=w2)

@@ -1,7 +1,7 @@
-"""Tiny targets for tests: random weights, no trivial norm, in memory or as a checkpoint directory in the published layout.
+"""Tiny targets for tests: random weights, no trivial norm, in memory or as a published checkpoint.
 
-T0, the default: 6 layers (2 dense, 4 block-sparse with experts), hidden 64, 4 query heads on 2 KV heads, block 8, top-k 2, vocabulary 300,
-context 256. Its 6 layers have no default taps: name them, for instance (1, 3, 5).
+T0, the default: 6 layers (2 dense, 4 block-sparse with experts), hidden 64, 4 query heads on 2 KV heads, block 8,
+top-k 2, vocabulary 300, context 256. Its 6 layers have no default taps: name them, for instance (1, 3, 5).
 """
 
 import json
@@ -48,7 +48,7 @@ DENSE_LAYERS = 2
 
 
 def tiny_config(**overrides: Any) -> M3Config:
-    """T0's configuration with fields of M3Config replaced; layer kinds, index heads and index dim follow from the others."""
+    """T0's configuration with fields of M3Config replaced; layer kinds and index heads follow from the others."""
     values = T0 | overrides
     layers = values["num_layers"]
     kinds = tuple(layer >= DENSE_LAYERS for layer in range(layers))
@@ -87,7 +87,7 @@ def random_target(seed: int = 0, **overrides: Any) -> TargetModel:
 
 
 def write_checkpoint(config: M3Config, directory: Path, seed: int = 0, shards: int = 2) -> Path:
-    """Writes config, index and shards of random weights in the published layout (no tokenizer); returns the directory."""
+    """Writes config, index and shards in the published layout (no tokenizer); returns the directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = [(spec.name, tensor) for spec, tensor in random_tensors(config, seed)]

@@ -1,4 +1,6 @@
-"""Reference of `route` and `grouped_experts`. Shapes: T rows, H hidden, E experts, I expert width, N experts of a token."""
+"""Reference of `route` and `grouped_experts`. Shapes: T rows, H hidden, E experts, I expert width, N experts of a
+token.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +28,16 @@ def grouped_experts(
     beta: float,
 ) -> Tensor:
     """sum over n of weights[t, n] * w2[e] @ swiglu(w13[e] @ x[t]), e = experts[t, n]: [T, H] in the dtype of x."""
-    out_TH = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
-    for expert in experts_TN.unique().tolist():
-        rows, ranks = (experts_TN == expert).nonzero(as_tuple=True)
-        inner = clamped_swiglu(F.linear(x_TH[rows], w13_E2IH[expert]), alpha, limit, beta)
-        out_TH.index_add_(0, rows, F.linear(inner, w2_EHI[expert]).float() * weights_TN[rows, ranks, None])
-    return out_TH.to(x_TH.dtype)
+    # Pairs (row, rank) sorted by expert: one product for each expert that was chosen, one activation for all.
+    order = experts_TN.flatten().argsort(stable=True)
+    counts = experts_TN.flatten().bincount(minlength=w13_E2IH.shape[0]).tolist()
+    rows = order // experts_TN.shape[1]
+    inner = clamped_swiglu(_per_expert(x_TH[rows], w13_E2IH, counts), alpha, limit, beta)
+    out = _per_expert(inner, w2_EHI, counts).float() * weights_TN.flatten()[order, None]
+    return torch.zeros_like(x_TH, dtype=torch.float32).index_add_(0, rows, out).to(x_TH.dtype)
+
+
+def _per_expert(x: Tensor, weight_E: Tensor, counts: list[int]) -> Tensor:
+    """The first counts[0] rows of x times weight[0], the next counts[1] times weight[1], ..."""
+    parts = x.split(counts)
+    return torch.cat([F.linear(part, weight_E[e]) for e, part in enumerate(parts) if counts[e]])

@@ -1,10 +1,11 @@
 """The operations of target and draft that have kernels, and the one place that chooses an implementation.
 
-Triton on CUDA, the plain PyTorch reference elsewhere. The environment variable SPEC_KERNELS (`triton` or `reference`) overrules that; tests
-set `override` instead. Both kinds have the same names and signatures: `x.py` beside `x_ref.py`, where each is documented.
+Triton on CUDA, the plain PyTorch reference elsewhere. The environment variable SPEC_KERNELS (`triton` or `reference`)
+overrules that; tests set `override` instead. Both kinds have the same names and signatures: `x.py` beside `x_ref.py`,
+where each is documented.
 
-Shapes: T rows, Q query heads, K kv heads, J index heads, D head dim, P pages, B slots in a page, N chosen blocks or experts, E experts,
-I expert width, H hidden.
+Shapes: T rows, Q query heads, K kv heads, J index heads, D head dim, P pages, B slots in a page, N chosen blocks or
+experts, E experts, I expert width, H hidden.
 """
 
 import functools

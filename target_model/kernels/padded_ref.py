@@ -1,7 +1,8 @@
-"""The rectangular view of a batch that the reference implementations share: sequences padded to the same number of rows and of slots.
+"""The rectangular view of a batch that the reference implementations share: sequences padded to the same number of
+rows and of slots.
 
-Shapes: T rows, R sequences, M rows of the longest sequence, W pages of the longest sequence, B slots in a page, S = W * B slots,
-C blocks (= W: a position never exceeds its slot).
+Shapes: T rows, R sequences, M rows of the longest sequence, W pages of the longest sequence, B slots in a page, S = W
+* B slots, C blocks (= W: a position never exceeds its slot).
 """
 
 import torch
@@ -11,7 +12,8 @@ from target_model.batch import Batch
 
 
 class PaddedBatch:
-    """What every layer needs again: which rows and pages to gather, which keys a row sees, which block a key belongs to.
+    """What every layer needs again: which rows and pages to gather, which keys a row sees, which block a key belongs
+    to.
 
     Worked out once for a batch and kept in `batch.derived`.
     """
@@ -55,7 +57,9 @@ class PaddedBatch:
         return x_RM.reshape(-1, *x_RM.shape[2:]) if self.full else x_RM[self.row_is_real_RM]
 
     def gather(self, pool_PB: Tensor, dtype: torch.dtype) -> Tensor:
-        """The slots of every sequence, in order: [P, B, ...] -> [R, S, ...]. Slots behind a sequence's own hold anything."""
+        """The slots of every sequence, in order: [P, B, ...] -> [R, S, ...]. Slots behind a sequence's own hold
+        anything.
+        """
         pages = pool_PB.index_select(0, self.page_ids_RW).to(dtype)
         return pages.view(self.sequences, self.slots, *pool_PB.shape[2:])
 
@@ -81,7 +85,9 @@ class PaddedBatch:
         return self._masks[key]
 
     def key_blocks(self) -> Tensor:
-        """int64 [R, S]: the block of the key in each slot, position // B. Only a tree's nodes lie in a slot that is not their position."""
+        """int64 [R, S]: the block of the key in each slot, position // B. Only a tree's nodes lie in a slot that is
+        not their position.
+        """
         key = ("key_blocks",)
         if key not in self._masks:
             batch = self.batch
@@ -106,11 +112,14 @@ class PaddedBatch:
 
 
 def attend(q_RMQD: Tensor, k_RSKD: Tensor, v_RSKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Grouped-query softmax attention, [R, M, Q, D]. `mask` [R, 1 or K, M, S] is added to the scores; None: causal from slot 0."""
+    """Grouped-query softmax attention, [R, M, Q, D]. `mask` [R, 1 or K, M, S] is added to the scores; None: causal
+    from slot 0.
+    """
     sequences, rows, heads, dim = q_RMQD.shape
     kv_heads = k_RSKD.shape[2]
     group = heads // kv_heads
-    # One kv head of one sequence is one batch entry, and its group of query heads the heads: no key is copied per query head.
+    # One kv head of one sequence is one batch entry, and its group of query heads the heads: no key is copied per
+    # query head.
     q = q_RMQD.view(sequences, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k = k_RSKD.transpose(1, 2).flatten(0, 1)[:, None].expand(-1, group, -1, -1)
     v = v_RSKD.transpose(1, 2).flatten(0, 1)[:, None].expand(-1, group, -1, -1)

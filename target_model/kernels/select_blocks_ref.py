@@ -16,8 +16,9 @@ def select_blocks(
 ) -> Tensor:
     """The `top_k` blocks each row's index heads choose: int32 [T, J, N], ascending, -1 behind the last.
 
-    score[b] = max of index_q . index_k over the visible keys whose position lies in block b; a block without one is never chosen. The
-    first `init_blocks` blocks and the `local_blocks` blocks up to the row's own are chosen first, and count. Ties: the lower block.
+    score[b] = max of index_q . index_k over the visible keys whose position lies in block b; a block without one is
+    never chosen. The first `init_blocks` blocks and the `local_blocks` blocks up to the row's own are chosen first,
+    and count. Ties: the lower block.
     """
     padded = PaddedBatch.of(batch)
     q_RMJD = padded.pad(index_q_TJD).float()

@@ -1,5 +1,5 @@
-"""Reference of `sparse_attention`. Shapes: T rows, Q query heads, K kv heads, D head dim, P pages, B slots, N chosen blocks, C blocks;
-R, M, S as in padded_ref. Index head j chooses for kv head j."""
+"""Reference of `sparse_attention`. Shapes: T rows, Q query heads, K kv heads, D head dim, P pages, B slots, N chosen
+blocks, C blocks; R, M, S as in padded_ref. Index head j chooses for kv head j."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from target_model.kernels.padded_ref import PaddedBatch, attend
 def sparse_attention(
     q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, blocks_TKN: Tensor, batch: Batch, scale: float
 ) -> Tensor:
-    """softmax(scale * q . k) v over the visible keys whose position lies in a chosen block, [T, Q, D]. `blocks_TKN` is -1 padded."""
+    """softmax(scale * q . k) v over the visible keys whose position lies in a chosen block, [T, Q, D]. `blocks_TKN` is
+    -1 padded.
+    """
     padded = PaddedBatch.of(batch)
     blocks_RMKN = padded.pad(blocks_TKN).long()
     # -1 falls into one column more than there are blocks.
