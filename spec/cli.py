@@ -13,6 +13,7 @@ from spec import __version__
 from spec.commands.bench import bench
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
+from spec.commands.regenerate import regenerate
 from spec.commands.serve import serve
 from spec.commands.train import train
 from target_model.errors import UserError
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(serve)
 app.command()(demo)
+app.command()(regenerate)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 
@@ -51,6 +53,8 @@ def explain(error: BaseException) -> str | None:
     """One line for an error that the user can mend, None for a fault of the program (which keeps its traceback)."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, typer.TyperException):
+        return " ".join(error.format_message().split())
     cause: BaseException | None = error
     while cause is not None:
         # Libraries that write files wrap the system's error in their own, or only quote it.
@@ -64,16 +68,17 @@ def explain(error: BaseException) -> str | None:
 
 
 def main() -> None:
-    """Runs the command line: exit code 0, 2 for what the user can mend, 130 after Ctrl-C."""
+    """Runs the command line. Exit codes: 0, 1 when a check fails, 2 for what the user can mend, 130 after Ctrl-C."""
     try:
-        app()
+        sys.exit(app(prog_name="spec", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
         line = explain(error)
         if line is None:
             raise
-        print(f"spec: {line}", file=sys.stderr)
+        if line:  # a bare `spec` has printed its help and has nothing to add
+            print(f"spec: {line}", file=sys.stderr)
         sys.exit(USER_ERROR)
 
 

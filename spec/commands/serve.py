@@ -1,0 +1,70 @@
+"""`spec serve`: the OpenAI-compatible server."""
+
+from typing import Annotated
+
+import typer
+
+TYPES = ("float32", "bfloat16", "float16")
+
+
+def serve(
+    target: Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")] = "m3-tiny",
+    draft: Annotated[
+        str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, a hub id, or none for plain decoding.")
+    ] = "eagle3",
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Tree as depth,width,nodes (root counted); width 1 is a chain. Default: a tree that suits most."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    model_name: Annotated[str | None, typer.Option(help="Name that clients use. Default: the target's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N. Default: cuda where there is one.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
+    ] = None,
+    pages: Annotated[
+        int | None, typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
+    ] = None,
+    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.")] = 512,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 32,
+    max_open: Annotated[int, typer.Option(min=1, help="Requests taken, queued ones included.")] = 1024,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False),
+    ] = None,
+) -> None:
+    """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
+    import torch
+
+    from serve.server import ServeOptions, run
+    from serve.service import Settings
+    from serve.tree import TreeConfig
+    from spec.pair import choose_device
+    from target_model.errors import UserError
+
+    if dtype is not None and dtype not in TYPES:
+        raise UserError(f"unknown dtype {dtype!r}: expected one of {', '.join(TYPES)}")
+    run(
+        ServeOptions(
+            target=target,
+            draft=None if draft == "none" else draft,
+            tree=None if tree is None else TreeConfig.parse(tree),
+            host=host,
+            port=port,
+            model_name=model_name,
+            device=choose_device(device),
+            dtype=None if dtype is None else getattr(torch, dtype),
+            pages=pages,
+            context=context,
+            prefill_tokens=prefill_tokens,
+            max_running=max_running,
+            max_open=max_open,
+            settings=Settings(api_keys=tuple(api_key or ())),
+        )
+    )
