@@ -72,6 +72,28 @@ class Batch:
         return Batch.build(page_size, device, token_ids, starts, block_tables, positions, positions, None)
 
     @staticmethod
+    def whole(page_size: int, token_ids_RS: Tensor) -> "Batch":
+        """R sequences of S tokens from position 0 on, each in its own consecutive pages; made without leaving the device."""
+        sequences, length = token_ids_RS.shape
+        device = token_ids_RS.device
+        pages = -(-length // page_size)
+        positions = torch.arange(length, device=device)
+        first_slot = torch.arange(sequences, device=device)[:, None] * pages * page_size
+        return Batch(
+            token_ids=token_ids_RS.flatten(),
+            positions=positions.repeat(sequences),
+            slots=positions.repeat(sequences),
+            physical_slots=(first_slot + positions).flatten(),
+            row_start=torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device),
+            committed=torch.zeros(sequences, dtype=torch.int32, device=device),
+            block_table=torch.arange(sequences * pages, dtype=torch.int32, device=device).view(sequences, pages),
+            ancestors=None,
+            row_counts=(length,) * sequences,
+            max_context=length,
+            page_size=page_size,
+        )
+
+    @staticmethod
     def tree(
         page_size: int,
         device: torch.device | str,
