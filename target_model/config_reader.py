@@ -1,100 +1,180 @@
-"""Typed, strict access to one object of a JSON configuration: every error names the field and where it stands."""
+"""From the JSON of a `config.json`, in either spelling, to the fields of `M3Config`."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from target_model.errors import UserError
+from target_model.json_section import Section
 
-_NUMBERS = {int: "an integer", float: "a number"}
+MODEL_TYPES = ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m2")
 
 
-class Section:
-    """One JSON object and the path that leads to it. A section that is absent reads as empty."""
+def read_fields(document: dict[str, Any], where: str) -> dict[str, Any]:
+    """The fields of `M3Config`, `vision` as the fields of `VisionConfig` or None. Raises UserError naming the field."""
+    top = Section(document, where)
+    top.require("model_type", MODEL_TYPES)
+    if "quantization_config" in document:
+        raise UserError(
+            f"{where}: quantised checkpoints (quantization_config) cannot be loaded yet: use the bf16 weights"
+        )
+    text = top.section("text_config") if "text_config" in document else top
+    _refuse_unsupported(top, text)
+    return {
+        **_read_sizes(text),
+        **_read_experts(text),
+        **_read_blocks(text),
+        **_read_reuse(text, top),
+        **_read_tokens(text, top),
+        "vision": _read_vision(top, text) if "vision_config" in document else None,
+    }
 
-    def __init__(self, values: dict[str, Any], where: str):
-        self._values = values
-        self._where = where
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+def _refuse_unsupported(top: Section, text: Section) -> None:
+    """Settings that change the arithmetic in a way this implementation does not have."""
+    text.require("model_type", MODEL_TYPES)
+    for section in (top, text):
+        section.require("tie_word_embeddings", (False,))
+    text.require("hidden_act", ("swigluoai", "silu"))
+    text.require("use_gemma_norm", (True,))
+    text.require("attention_output_gate", (False,))
+    text.require("use_qk_norm", (True,))
+    text.require("qk_norm_type", ("per_head",))
+    text.require("scoring_func", ("sigmoid",))
+    text.require("use_routing_bias", (True,))
+    text.require("n_shared_experts", (1,))
+    text.require("rope_scaling", (None,))
+    text.section("rope_parameters").require("rope_type", ("default",))
+    text.section("sparse_attention_config").require("sparse_score_type", ("max",))
 
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
 
-    def name(self, field: str) -> str:
-        """The field with its path, for messages."""
-        return f"{self._where}: {field}" if ": " not in self._where else f"{self._where}.{field}"
+def _read_sizes(text: Section) -> dict[str, Any]:
+    rope = text.section("rope_parameters")
+    head_dim = text.integer("head_dim")
+    factors = [s.number("partial_rotary_factor") for s in (text, rope) if "partial_rotary_factor" in s]
+    thetas = [s.found("rope_theta", float) for s in (text, rope) if "rope_theta" in s]
+    rotary = [("partial_rotary_factor", int(factor * head_dim)) for factor in factors]
+    if "rotary_dim" in text:
+        rotary.append(("rotary_dim", text.integer("rotary_dim")))
+    return {
+        "hidden_size": text.integer("hidden_size"),
+        "num_layers": text.integer("num_hidden_layers"),
+        "num_heads": text.integer("num_attention_heads"),
+        "num_kv_heads": text.integer("num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab_size": text.integer("vocab_size"),
+        "rms_norm_eps": text.number("rms_norm_eps"),
+        "rope_theta": text.agreed("rope_theta", thetas),
+        "rotary_dim": text.agreed("rotary_dim", rotary),
+        "max_position": text.integer("max_position_embeddings"),
+    }
 
-    def section(self, name: str) -> "Section":
-        """The object `name`, empty when absent or null."""
-        values = self._values.get(name) or {}
-        if not isinstance(values, dict):
-            raise UserError(f"{self.name(name)} must be an object")
-        return Section(values, self.name(name))
 
-    def value(self, name: str) -> Any:
-        """The value of a required field."""
-        if name not in self._values:
-            raise UserError(f"{self.name(name)} is missing")
-        return self._values[name]
+def _read_experts(text: Section) -> dict[str, Any]:
+    layers = text.integer("num_hidden_layers")
+    moe = [text.flags("moe_layer_freq", layers)] if "moe_layer_freq" in text else []
+    if "mlp_layer_types" in text:
+        moe.append(text.kinds("mlp_layer_types", {"sparse": True, "dense": False}))
+    return {
+        "dense_width": text.integer("dense_intermediate_size"),
+        "expert_width": text.integer("intermediate_size"),
+        "shared_width": text.integer("shared_intermediate_size"),
+        "num_experts": text.integer("num_local_experts"),
+        "experts_per_token": text.integer("num_experts_per_tok"),
+        "routed_scaling_factor": text.number("routed_scaling_factor"),
+        "swiglu_alpha": text.number("swiglu_alpha"),
+        "swiglu_limit": text.number("swiglu_limit"),
+        "swiglu_beta": text.number("swiglu_beta", default=1.0),
+        "moe_layers": text.agreed("moe_layer_freq", moe),
+    }
 
-    def integer(self, name: str, *, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`."""
-        return self._number(name, int, default, least)
 
-    def number(self, name: str, *, default: float | None = None) -> float:
-        """A positive number."""
-        value = self._number(name, float, default, 0)
-        if value == 0:
-            raise UserError(f"{self.name(name)} must be above 0")
-        return value
+def _read_blocks(text: Section) -> dict[str, Any]:
+    sparse = text.section("sparse_attention_config")
+    layers = text.integer("num_hidden_layers")
+    choices = []
+    if "sparse_attention_freq" in sparse:
+        freq = sparse.flags("sparse_attention_freq", layers)
+        enabled = sparse.boolean("use_sparse_attention", default=True)
+        choices.append((freq[0], freq[1] if enabled else (False,) * layers))
+    if "layer_types" in text:
+        choices.append(text.kinds("layer_types", {"minimax_m3_sparse": True, "full_attention": False}))
+    sparse_layers = text.agreed("sparse_attention_freq", choices)
+    if "sparse_disable_index_value" in sparse:
+        name, disabled = sparse.flags("sparse_disable_index_value", layers)
+        if any(uses and not off for uses, off in zip(sparse_layers, disabled, strict=True)):
+            raise UserError(f"{name} must be 1 on every sparse layer: an index value path is not supported")
 
-    def boolean(self, name: str, *, default: bool) -> bool:
-        """A JSON true or false."""
-        value = self._values.get(name, default)
-        if not isinstance(value, bool):
-            raise UserError(f"{self.name(name)} must be true or false, not {value!r}")
-        return value
+    def either(flat: str, published: str) -> int:
+        found = [s.found(n, int) for s, n in ((text, flat), (sparse, published)) if n in s]
+        return text.agreed(published, found)
 
-    def found(self, name: str, kind: type) -> tuple[str, Any]:
-        """(name with path, value) of a present numeric field, for `agreed`."""
-        return self.name(name), self._number(name, kind, None, 0)
+    return {
+        "sparse_layers": sparse_layers,
+        "block_size": either("index_block_size", "sparse_block_size"),
+        "top_k_blocks": either("index_topk_blocks", "sparse_topk_blocks"),
+        "num_index_heads": either("index_n_heads", "sparse_num_index_heads"),
+        "index_dim": either("index_head_dim", "sparse_index_dim"),
+        "local_blocks": either("index_local_blocks", "sparse_local_block"),
+        "init_blocks": sparse.integer("sparse_init_block", default=0, least=0),
+    }
 
-    def flags(self, name: str, length: int) -> tuple[str, tuple[bool, ...]]:
-        """(name with path, flags) of a list of `length` zeros and ones."""
-        value = self.value(name)
-        if not isinstance(value, list) or any(entry not in (0, 1) for entry in value):
-            raise UserError(f"{self.name(name)} must be a list of 0 and 1")
-        if len(value) != length:
-            raise UserError(f"{self.name(name)} has {len(value)} entries, num_hidden_layers is {length}")
-        return self.name(name), tuple(bool(entry) for entry in value)
 
-    def kinds(self, name: str, meaning: dict[str, bool]) -> tuple[str, tuple[bool, ...]]:
-        """(name with path, flags) of a list of layer kinds."""
-        value = self.value(name)
-        if not isinstance(value, list) or any(entry not in meaning for entry in value):
-            raise UserError(f"{self.name(name)} must be a list of {' and '.join(meaning)}")
-        return self.name(name), tuple(meaning[entry] for entry in value)
+def _read_reuse(text: Section, top: Section) -> dict[str, Any]:
+    """Run-time options, which callers put beside either config: absent ones keep the defaults of M3Config."""
+    found: dict[str, Any] = {}
+    for section in (top, text):
+        if "use_index_cache" in section:
+            found["use_index_cache"] = section.boolean("use_index_cache", default=False)
+        if "index_topk_freq" in section:
+            found["index_topk_freq"] = section.integer("index_topk_freq")
+        if "index_skip_topk_offset" in section:
+            found["index_skip_topk_offset"] = section.integer("index_skip_topk_offset", least=0)
+        if section.get("index_topk_pattern") is not None:
+            found["index_topk_pattern"] = section.text("index_topk_pattern")
+    return found
 
-    def agreed(self, name: str, found: Iterable[tuple[str, Any]]) -> Any:
-        """The one value among several spellings: none is an error, and so are two that differ."""
-        found = list(found)
-        if not found:
-            raise UserError(f"{self.name(name)} is missing")
-        for other_name, value in found[1:]:
-            if value != found[0][1]:
-                raise UserError(f"{found[0][0]} and {other_name} disagree")
-        return found[0][1]
 
-    def require(self, name: str, allowed: tuple) -> None:
-        """An optional field that, when present, must hold one of the supported values."""
-        if name in self._values and self._values[name] not in allowed:
-            choices = " or ".join(repr(choice) for choice in allowed)
-            raise UserError(f"{self.name(name)} is {self._values[name]!r}: only {choices} is supported")
+def _read_tokens(text: Section, top: Section) -> dict[str, Any]:
+    eos_section = text if "eos_token_id" in text else top
+    eos = eos_section.value("eos_token_id")
+    if isinstance(eos, int):
+        eos = [eos]
+    if not isinstance(eos, list) or not eos or not all(type(token) is int for token in eos):
+        raise UserError(f"{eos_section.name('eos_token_id')} must be a token id or a list of them, not {eos!r}")
+    bos_section = text if "bos_token_id" in text else top
 
-    def _number(self, name: str, kind: type, default: float | None, least: float) -> Any:
-        value = self.value(name) if default is None else self._values.get(name, default)
-        good = isinstance(value, int) or (kind is float and isinstance(value, float))
-        if not good or isinstance(value, bool) or not value >= least:
-            raise UserError(f"{self.name(name)} must be {_NUMBERS[kind]} of at least {least}, not {value!r}")
-        return kind(value)
+    def placeholder(kind: str) -> int | None:
+        found = [top.found(n, int) for n in (f"{kind}_token_index", f"{kind}_token_id") if n in top]
+        return top.agreed(f"{kind}_token_index", found) if found else None
+
+    return {
+        "bos_token_id": bos_section.integer("bos_token_id", least=0),
+        "eos_token_ids": tuple(eos),
+        "image_token_id": placeholder("image"),
+        "video_token_id": placeholder("video"),
+    }
+
+
+def _read_vision(top: Section, text: Section) -> dict[str, Any]:
+    vision = top.section("vision_config")
+    merge = top.section("img_token_compression_config")
+    rope = vision.section("rope_parameters")
+    vision.require("hidden_act", ("gelu",))
+
+    def size(name: str) -> int:
+        return top.agreed(name, [section.found(name, int) for section in (vision, merge) if name in section])
+
+    return {
+        "hidden_size": vision.integer("hidden_size"),
+        "intermediate_size": vision.integer("intermediate_size"),
+        "num_layers": vision.integer("num_hidden_layers"),
+        "num_heads": vision.integer("num_attention_heads"),
+        "num_channels": vision.integer("num_channels", default=3),
+        "image_size": vision.integer("image_size"),
+        "patch_size": vision.integer("patch_size"),
+        "temporal_patch_size": size("temporal_patch_size"),
+        "spatial_merge_size": size("spatial_merge_size"),
+        "projector_hidden_size": top.integer("projector_hidden_size", default=text.integer("hidden_size")),
+        "rope_theta": (vision if "rope_theta" in vision else rope).number("rope_theta", default=10000.0),
+        "layer_norm_eps": vision.number("layer_norm_eps", default=1e-5),
+        "segment_max_frames": vision.integer("vision_segment_max_frames", default=4),
+    }
