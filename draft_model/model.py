@@ -10,6 +10,8 @@ V draft vocabulary. Row t reads the token x[t] and the taps of position t - 1, s
     logits = lm_head(norm(h)); the fed-back state is h, or norm(h) with norm_output
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,9 +83,8 @@ class Eagle3Draft(nn.Module):
 
     def _rotate(self, x_TQD: Tensor, positions_T: Tensor) -> Tensor:
         """RoPE over the whole head. Angles come from the positions themselves: no table that a long context could outgrow."""
-        dim = self.config.head_dim
-        exponents = torch.arange(0, dim, 2, device=x_TQD.device, dtype=torch.float32) / dim
-        angles = positions_T[..., None, None].float() * self.config.rope_theta**-exponents
+        frequencies = _rope_frequencies(self.config.head_dim, self.config.rope_theta, x_TQD.device)
+        angles = positions_T[..., None, None].float() * frequencies
         cos, sin = angles.cos().to(x_TQD.dtype), angles.sin().to(x_TQD.dtype)
         first, second = x_TQD.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -118,3 +119,9 @@ class Eagle3Draft(nn.Module):
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for ids of the draft's."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+
+@functools.cache
+def _rope_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
+    """fp32 [dim / 2]. Not a buffer of the module: casting that to bf16 would ruin the angles of long contexts."""
+    return theta ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)

@@ -145,6 +145,8 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 def _tokenise(
     raw: dict[str, Any], where: str, tokenizer: Tokenizer, config: DataConfig, dropped: Counter
 ) -> Document | None:
+    if "token_ids" in raw:
+        return _tokenised(raw, where)
     if "text" in raw:
         if not isinstance(raw["text"], str) or not raw["text"]:
             dropped["without text"] += 1
@@ -165,6 +167,18 @@ def _tokenise(
     mask = np.array(mask, bool)
     starts = mask & ~np.concatenate([[False], mask[:-1]])
     return Document(np.array(ids, np.int32), (np.cumsum(starts) * mask).astype(np.int32))
+
+
+def _tokenised(raw: dict[str, Any], where: str) -> Document:
+    """A row whose ids are those the target produced, from `answer_start` on (`spec data regenerate` writes such rows)."""
+    ids, start = raw["token_ids"], raw.get("answer_start")
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise UserError(f"{where}: token_ids must be a list of integers")
+    if type(start) is not int or not 0 < start < len(ids):
+        raise UserError(f"{where}: answer_start must be an index into token_ids, not {start!r}")
+    spans = np.zeros(len(ids), np.int32)
+    spans[start:] = 1
+    return Document(np.array(ids, np.int32), spans)
 
 
 def _messages(raw: dict[str, Any]) -> list[dict[str, Any]] | None:
