@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from target_model.checkpoint import fill_model
-from target_model.config import M3Config
+from target_model.config import M3Config, VisionConfig
 from target_model.model import TargetModel
 from target_model.tensor_names import TensorSpec, tensor_specs
 
@@ -45,6 +45,21 @@ T0 = {
     "eos_token_ids": (257,),
 }
 DENSE_LAYERS = 2
+TINY_VISION = VisionConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=2,
+    num_channels=3,
+    image_size=56,
+    patch_size=14,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    projector_hidden_size=40,
+    rope_theta=10000.0,
+    layer_norm_eps=1e-5,
+    segment_max_frames=4,
+)
 
 
 def tiny_config(**overrides: Any) -> M3Config:
@@ -149,9 +164,27 @@ def published_json(config: M3Config) -> dict[str, Any]:
             "sparse_disable_index_value": flags,
         },
     }
-    return {
+    document = {
         "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
         "model_type": "minimax_m3_vl",
         "tie_word_embeddings": False,
         "text_config": text,
     }
+    vision = config.vision
+    if vision is not None:
+        document["projector_hidden_size"] = vision.projector_hidden_size
+        document["vision_config"] = {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "num_hidden_layers": vision.num_layers,
+            "num_attention_heads": vision.num_heads,
+            "num_channels": vision.num_channels,
+            "image_size": vision.image_size,
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "spatial_merge_size": vision.spatial_merge_size,
+            "rope_theta": vision.rope_theta,
+            "hidden_act": "gelu",
+            "layer_norm_eps": vision.layer_norm_eps,
+        }
+    return document
