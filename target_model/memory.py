@@ -1,6 +1,7 @@
 """What a target needs to run, in bytes and in GPUs, and whether this machine has it."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -48,5 +49,16 @@ def check_memory(name: str, config: M3Config, dtype: torch.dtype, device: torch.
         )
 
 
+def largest_memory() -> int:
+    """Bytes of the larger of this machine's memories: all its GPUs together, or its RAM."""
+    gpus = range(torch.cuda.device_count())
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(ram, sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus))
+
+
 def _available_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024

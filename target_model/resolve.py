@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 import configs
 from target_model.config import M3Config
 from target_model.errors import UserError
-from target_model.memory import requirements
-from target_model.sizes import count_parameters
+from target_model.memory import largest_memory, requirements
+from target_model.sizes import count_parameters, weight_bytes
 
 BUNDLED = Path(__file__).parent / "bundled"
 HUB_IDS = {"MiniMax-M3": "MiniMaxAI/MiniMax-M3"}
@@ -39,7 +39,7 @@ class ResolvedTarget:
 
 def resolve_target(name: str) -> ResolvedTarget:
     """The target behind a name or a directory. Raises UserError saying what is missing and what it would take."""
-    if (BUNDLED / name / "config.json").is_file():
+    if name in _bundled_names():
         return _resolved(name, BUNDLED / name)
     path = Path(name).expanduser()
     if path.is_dir():
@@ -60,7 +60,11 @@ def target_config(name: str) -> M3Config:
 
 def known_targets() -> list[str]:
     """The names that resolve without a path."""
-    return sorted(path.name for path in BUNDLED.iterdir() if path.is_dir()) + sorted(HUB_IDS)
+    return [*_bundled_names(), *sorted(HUB_IDS)]
+
+
+def _bundled_names() -> list[str]:
+    return sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
 
 
 def _resolved(name: str, path: Path) -> ResolvedTarget:
@@ -73,7 +77,7 @@ def _from_hub(name: str) -> Path:
     if cached is not None:
         return cached
     config = M3Config.from_json(PUBLISHED_CONFIGS[name])
-    problem = _obstacle(count_parameters(config).weight_bytes)
+    problem = _obstacle(config)
     if problem is None:
         try:
             return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_FILES))
@@ -94,15 +98,18 @@ def _cached_snapshot(hub_id: str) -> Path | None:
     return path if (path / "config.json").exists() and any(path.glob("*.safetensors")) else None
 
 
-def _obstacle(download_bytes: int) -> str | None:
-    """Why a download cannot even start, or None."""
+def _obstacle(config: M3Config) -> str | None:
+    """Why a download cannot start, or would be in vain; None when nothing speaks against it."""
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids a download"
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free < download_bytes:
-        return f"its disk has {free / 10**9:.1f} GB free"
+    if free < count_parameters(config).weight_bytes:
+        return f"its disk has only {free / 10**9:.1f} GB free"
+    memory = largest_memory()
+    if memory < weight_bytes(config, 2):
+        return f"this machine has only {memory / 10**9:.1f} GB of memory to load them into"
     if not _reachable(constants.ENDPOINT):
         return f"{constants.ENDPOINT} cannot be reached"
     return None
