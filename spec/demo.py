@@ -101,13 +101,15 @@ def _table(rows: Sequence[Row]) -> Table:
         title=f"acceptance length (AL): tokens for each pass of the target; {SUITE}, {prompts} prompts",
         title_justify="left",
     )
-    table.add_column("draft: shape")
+    table.add_column("draft")
+    table.add_column("shape")
     for heading in ("AL\ngreedy", "accepted/\ndrafted", "AL\nT = 1", "speed-up\ngreedy", "speed-up\nT = 1"):
         table.add_column(heading, justify="right")
     for label in dict.fromkeys(row.label for row in rows):
         greedy, sampled = (row for row in rows if row.label == label)
         table.add_row(
-            label,
+            label.split(":")[0],
+            short_name(greedy.shape),
             number(greedy.acceptance.length),
             number(greedy.acceptance.rate),
             number(sampled.acceptance.length),
