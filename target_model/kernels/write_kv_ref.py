@@ -19,4 +19,4 @@ def write_index_k(index_k_TD: Tensor, pool_PBD: Tensor, batch: Batch) -> None:
 
 
 def _write(rows_T: Tensor, pool_PB: Tensor, batch: Batch) -> None:
-    pool_PB.view(-1, *pool_PB.shape[2:]).index_copy_(0, batch.physical_slots, rows_T.to(pool_PB.dtype))
+    pool_PB.view(-1, *pool_PB.shape[2:])[batch.physical_slots] = rows_T.to(pool_PB.dtype)
