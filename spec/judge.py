@@ -38,14 +38,14 @@ def served_acceptance(target: str) -> Callable[[Eagle3Draft], dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure_draft(pair: Pair, tokens: int = TOKENS) -> dict[str, Any]:
+def measure_draft(pair: Pair) -> dict[str, Any]:
     """Served acceptance on the held-out prompts, all answered at once."""
     prompts = [pair.render(prompt.turns[0]) for prompt in load_suite(HELD_OUT).prompts]
-    longest = tokens + max(map(len, prompts))
+    longest = TOKENS + max(map(len, prompts))
     engine = pair.engine(TreeConfig.chain(CHAIN), longest, len(prompts))
-    result: dict[str, Any] = {"prompts": len(prompts), "tokens": tokens, "chain": CHAIN}
+    result: dict[str, Any] = {"prompts": len(prompts), "tokens": TOKENS, "chain": CHAIN}
     for key, temperature in (("al", 0.0), ("al_sampled", 1.0)):
-        params = [sampling_params(temperature, tokens, seed) for seed in range(len(prompts))]
+        params = [sampling_params(temperature, TOKENS, seed) for seed in range(len(prompts))]
         steps = [step for completion in engine.generate(prompts, params) for step in completion.steps]
         acceptance = measure(steps, CHAIN)
         result[key] = acceptance.length
