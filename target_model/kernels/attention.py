@@ -47,7 +47,7 @@ def scratch_tile(k_pool, v_pool, q, bits, choice, position, block_table, committ
     if SPARSE:
         block = tl.load(position + start + s, mask=s < count, other=-1).to(tl.int32) // PAGE
         chosen = tl.zeros_like(seen)
-        for i in range(N):
+        for i in tl.static_range(N):
             mine = tl.load(choice + (row * J + head) * N + i, mask=row_ok, other=-1)
             chosen = chosen | (mine[:, None] == block[None, :])
         seen = seen & chosen & (s < count)[None, :]
@@ -77,6 +77,7 @@ def attention_kernel(
     ancestors,  # int64 [T], read with TREE
     choice,  # int32 [T, K, N], read in the sparse modes
     union,  # int32 [tiles, K, list_width] block ids, ascending; tile i of sequence r is row_start[r] // BLOCK_T + r + i
+    union_pages,  # int32, same shape: their pages
     union_rows,  # int32, same shape: bit i set = row i of the tile chose the block
     union_count,  # int32 [tiles, K]
     part_stride,  # of lse, and of partial in units of D
@@ -155,7 +156,9 @@ def attention_kernel(
         if total > 0:
             last = tl.load(union + list_at + total // STEPS - 1)
             before = tl.load(union + list_at + tl.maximum(total // STEPS - 2, 0))
-            cut = ((last + 1) * PAGE > lowest).to(tl.int32) + (((before + 1) * PAGE > lowest) & (before < last)).to(tl.int32)
+            cut = ((last + 1) * PAGE > lowest).to(tl.int32) + (((before + 1) * PAGE > lowest) & (before < last)).to(
+                tl.int32
+            )
             full = total - cut * STEPS
     if FIRST:
         full = 0
@@ -176,7 +179,9 @@ def attention_kernel(
             block = tl.load(union + list_at + i // STEPS)
             row_on = row_ok & (((members >> (m // GROUP)) & 1) != 0)
         page = tl.load(table + block)
-        scores, v = page_tile(k_pool, v_pool, q_tile, page, (i % STEPS) * BLOCK_N, PAGE, head, False, HEADS, D, PAGE, BLOCK_N, UPCAST)
+        scores, v = page_tile(
+            k_pool, v_pool, q_tile, page, (i % STEPS) * BLOCK_N, PAGE, head, False, HEADS, D, PAGE, BLOCK_N, UPCAST
+        )
         row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_on, scale, UPCAST)
 
     for i in range(middle, high):
@@ -190,7 +195,9 @@ def attention_kernel(
             block = tl.load(choice + list_at + i // STEPS)
         page = tl.load(table + block)
         first = (i % STEPS) * BLOCK_N
-        scores, v = page_tile(k_pool, v_pool, q_tile, page, first, highest - block * PAGE, head, True, HEADS, D, PAGE, BLOCK_N, UPCAST)
+        scores, v = page_tile(
+            k_pool, v_pool, q_tile, page, first, highest - block * PAGE, head, True, HEADS, D, PAGE, BLOCK_N, UPCAST
+        )
         key = block * PAGE + first + tl.arange(0, BLOCK_N)
         seen = key[None, :] < limit[:, None]
         if FIRST:
@@ -216,7 +223,11 @@ def attention_kernel(
             for i in range(N):
                 block = tl.load(choice + (row * HEADS + head) * N + i, mask=row_ok, other=0)
                 empty = (block < 0) | (block * PAGE >= known)
-                tl.store(lse + at * row_stride + i * part_stride, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok & empty)
+                tl.store(
+                    lse + at * row_stride + i * part_stride,
+                    tl.full([BLOCK_M], float("-inf"), tl.float32),
+                    mask=row_ok & empty,
+                )
     else:
         tl.store(lse + at, log_sum, mask=row_ok)
         tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=row_ok[:, None])
@@ -240,8 +251,7 @@ def combine_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    r = r.to(tl.int64)
+    r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     s = tl.arange(0, PARTS).to(tl.int64)
     d = tl.arange(0, D)
     ok = (r < rows)[:, None] & (s < parts)[None, :]
@@ -249,11 +259,14 @@ def combine_kernel(
     log_sum = tl.load(lse + part, mask=ok, other=float("-inf"))
     top = tl.max(log_sum, 1)
     base = tl.where(top > float("-inf"), top, 0.0)
-    weight = tl.exp2(log_sum - base[:, None])
-    total = tl.sum(weight, 1)
-    weight = weight / tl.where(total > 0, total, 1.0)[:, None]
-    live = ok & (log_sum > float("-inf"))
-    x = tl.load(partial + part[:, :, None] * D + d[None, None, :], mask=live[:, :, None], other=0.0).to(tl.float32)
-    result = tl.sum(x * weight[:, :, None], 1)
+    total = tl.sum(tl.exp2(log_sum - base[:, None]), 1)
+    total = tl.where(total > 0, total, 1.0)
+    result = tl.zeros([BLOCK_R, D], tl.float32)
+    for i in tl.static_range(PARTS):
+        at = r * row_stride + i * part_stride
+        one = tl.load(lse + at, mask=(r < rows) & (r * 0 + i < parts), other=float("-inf"))
+        x = tl.load(partial + at[:, None] * D + d[None, :], mask=(one > float("-inf"))[:, None], other=0.0)
+        result += x.to(tl.float32) * tl.exp2(one - base)[:, None]
+    result = result / total[:, None]
     tl.store(out + r[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=(r < rows)[:, None])
-    tl.store(joined + r, base + tl.log2(tl.where(total > 0, total, 1.0)), mask=r < rows)
+    tl.store(joined + r, base + tl.log2(total), mask=r < rows)

@@ -70,9 +70,13 @@ def outer_kernel(
         mine = tl.sum(tl.where((rank[None, :] == wanted[:, None]) & (member != 0)[None, :], node[None, :], 0), 1)
         row = (start + mine).to(tl.int64)
         q_head = head * GROUP + m % GROUP
-        q_tile = tl.load(q + row[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=row_ok[:, None], other=0.0)
+        q_tile = tl.load(
+            q + row[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=row_ok[:, None], other=0.0
+        )
         q_tile = widen(q_tile, UPCAST)
-        ids = tl.load(choice + ((row * HEADS + head) * N)[:, None] + i[None, :], mask=row_ok[:, None] & (i < N)[None, :], other=-1)
+        ids = tl.load(
+            choice + ((row * HEADS + head) * N)[:, None] + i[None, :], mask=row_ok[:, None] & (i < N)[None, :], other=-1
+        )
         part = tl.sum(tl.where(ids == block, i[None, :], 0), 1)
         scores = tl.dot(q_tile, tl.trans(to_dot(k, q_tile, UPCAST)), input_precision="ieee")
         scores = tl.where(seen[None, :], scores * scale, float("-inf"))

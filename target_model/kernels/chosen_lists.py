@@ -15,9 +15,12 @@ def union_kernel(
     choice,  # int32 [T, K, N]
     row_start,  # int32 [R + 1]
     committed,  # int32 [R]
+    block_table,  # int32 [R, table_width]
     union,  # int32 [tiles, K, BLOCK_T * N]; tile i of sequence r is row_start[r] // BLOCK_T + r + i
+    union_pages,  # int32, same shape
     union_rows,  # int32, same shape
     union_count,  # int32 [tiles, K]
+    table_width,
     TREE: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -52,6 +55,8 @@ def union_kernel(
     list_at = (start // BLOCK_T + r + tile) * HEADS + head
     to = list_at.to(tl.int64) * (BLOCK_T * N) + rank
     tl.store(union + to, ids, mask=first)
+    page = tl.load(block_table + r.to(tl.int64) * table_width + ids, mask=first, other=0)
+    tl.store(union_pages + to, page, mask=first)
     tl.store(union_rows + to, members, mask=first)
     tl.store(union_count + list_at, tl.sum(first.to(tl.int32), 0))
 

@@ -59,9 +59,13 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_tensor(name: str, x: Tensor, shape: tuple, dtypes: tuple[torch.dtype, ...], *, contiguous: bool = True) -> None:
+def require_tensor(
+    name: str, x: Tensor, shape: tuple, dtypes: tuple[torch.dtype, ...], *, contiguous: bool = True
+) -> None:
     """Checks shape (None = any), dtype, contiguity (else: a contiguous last dimension)."""
-    matches = x.dim() == len(shape) and all(want is None or want == have for want, have in zip(shape, x.shape, strict=True))
+    matches = x.dim() == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, x.shape, strict=True)
+    )
     require(matches, f"{name} has shape {tuple(x.shape)}, expected {shape}")
     require(x.dtype in dtypes, f"{name} has dtype {x.dtype}, expected one of {dtypes}")
     if contiguous:
@@ -82,8 +86,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def launch_options(num_warps: int, num_stages: int) -> dict:
+def launch_options(num_warps: int, num_stages: int, registers: int | None = None) -> dict:
     """Launch keywords. Every kernel is a programmatic dependent launch: it may start while the one before it in the stream still runs,
     and waits (`gdc_wait`) before it touches memory."""
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return options if INTERPRETED else {**options, "launch_pdl": True}
+    options: dict = {"num_warps": num_warps, "num_stages": num_stages}
+    if INTERPRETED:
+        return options
+    options["launch_pdl"] = True
+    if registers is not None:
+        options["maxnreg"] = registers
+    return options

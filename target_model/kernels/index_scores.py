@@ -7,6 +7,7 @@ blocks. Three kernels:
     few_scores_kernel   up to 64 (row, head) columns, K as the first operand (decode, small trees): memory-bound, pages split over programs
     many_scores_kernel  tiles of BLOCK_T rows x J heads against one page, so that a page is read once for all heads (prefill, trees)
     choose_kernel       one warp for a (row, head): forces init and local blocks, picks the N best, ties to the lower id, ascending
+                        (threshold by bisection on the scores' bits, then two prefix sums: no sort)
 Trees: committed keys as above; the at most 64 scratch keys belong to block position // B and are scored by scratch_scores_kernel into a
 list of SPAN blocks from block committed // B on, which choose_kernel merges. No scale: it does not change the order.
 Not supported: J no power of two, D outside 32, 64, 128.
@@ -226,16 +227,33 @@ def choose_kernel(
         x = tl.maximum(x, tl.load(scratch + at * SPAN + i, mask=(i >= 0) & (i < SPAN), other=float("-inf")))
     else:
         x = tl.load(scores + at * blocks + b, mask=b <= own, other=float("-inf"))
-    x = tl.where((b > own - local_blocks) & (b <= own), 1e29, x)
-    x = tl.where((b < init_blocks) & (b <= own), 1e30, x)
-    taken = tl.zeros([BLOCKS], tl.int32)
-    for _ in range(N):
-        best = tl.max(x, 0)
-        lowest = tl.min(tl.where(x == best, b, BLOCKS), 0)
-        hit = (b == lowest) & (x > float("-inf"))
-        taken = tl.where(hit, 1, taken)
-        x = tl.where(hit, float("-inf"), x)
-    rank = tl.cumsum(taken, 0) - 1
-    tl.store(chosen + at * N + rank, b, mask=taken != 0)
-    n = tl.arange(0, triton.next_power_of_2(N))
-    tl.store(chosen + at * N + n, tl.full([triton.next_power_of_2(N)], -1, tl.int32), mask=(n >= tl.sum(taken, 0)) & (n < N))
+    forced = ((b > own - local_blocks) | (b < init_blocks)) & (b <= own)
+    x = tl.where(forced, float("-inf"), tl.where(x == 0.0, 0.0, x))  # one zero: -0.0 equals 0.0
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    need = N - tl.sum(forced.to(tl.int32), 0)
+
+    # The largest `low` with at least `need` keys at or above it, by bisection; most often a gap with exactly `need` ends it early.
+    low = tl.min(tl.where(x > float("-inf"), key, 0x7FFFFFFF), 0)
+    if BLOCKS >= 64:
+        best = tl.max(tl.reshape(key, [32, BLOCKS // 32]), 1)  # of 32 groups: each that is not empty holds one key at or above
+        full = best > -0x7F800001  # the key of -inf
+        closer = tl.min(tl.where(full, best, 0x7FFFFFFF), 0)
+        low = tl.where(tl.sum(full.to(tl.int32), 0) >= need, closer, low)
+    high = tl.max(key, 0) + 1
+    above = 0  # keys at or above `high`
+    count = tl.sum((key >= low).to(tl.int32), 0)
+    while (count != need) & (high > low + 1):
+        middle = (low & high) + ((low ^ high) >> 1)
+        found = tl.sum((key >= middle).to(tl.int32), 0)
+        if found >= need:
+            low = middle
+            count = found
+        else:
+            high = middle
+            above = found
+    level = (key >= low) & (key < high)
+    rank = tl.cumsum(level.to(tl.int32), 0)
+    taken = (forced | (key >= high) | (level & (rank <= need - above))).to(tl.int32)
+    place = tl.cumsum(taken, 0) - 1
+    tl.store(chosen + at * N + place, b, mask=taken != 0)

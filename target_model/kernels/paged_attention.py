@@ -53,10 +53,11 @@ def run_attention(
     block_n: int | None = None,
     first_slot: int = 0,
     choice_TKN: Tensor | None = None,
-    union: tuple[Tensor, Tensor, Tensor] | None = None,
+    union: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     parts: tuple[Tensor, Tensor, int, int, int] | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
+    registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], natural log-sum-exp [T, Q]).
 
@@ -74,17 +75,17 @@ def run_attention(
     if parts is not None:
         partial, lse, part_stride, row_stride, part = parts
     unused = batch.row_start
-    lists, list_rows, list_count = union if union is not None else (unused, unused, unused)
+    lists, list_pages, list_rows, list_count = union if union is not None else (unused,) * 4
     attention_kernel[(cdiv(batch.max_rows, block_t) * kv_heads * splits, batch.num_sequences)](
         q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots, batch.positions,
         batch.block_table, unused if batch.ancestors is None else batch.ancestors, unused if choice_TKN is None else choice_TKN,
-        lists, list_rows, list_count, part_stride, row_stride, part, q_TQD.stride(0), batch.block_table.shape[1],
+        lists, list_pages, list_rows, list_count, part_stride, row_stride, part, q_TQD.stride(0), batch.block_table.shape[1],
         lists.shape[-1], first_slot, scale * LOG2_E,
         MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
         N=1 if choice_TKN is None else choice_TKN.shape[-1], BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
         BLOCK_N=min(batch.page_size, block_n or 128), SPLITS=splits, PARTIAL=splits > 1 or parts is not None,
         FIRST=first_slot > 0, UPCAST=INTERPRETED, PDL=PDL,
-        **launch_options(num_warps, num_stages),
+        **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
     if parts is not None:
         return partial, lse
@@ -94,7 +95,7 @@ def run_attention(
 
 
 def combine(
-    partial: Tensor, lse: Tensor, out_TQD: Tensor, parts: int, part_stride: int, row_stride: int, *, block_r: int = 1
+    partial: Tensor, lse: Tensor, out_TQD: Tensor, parts: int, part_stride: int, row_stride: int, *, block_r: int = 8
 ) -> Tensor:
     """Joins partial results into `out_TQD`; returns log2-sums [T, Q]."""
     rows, heads, dim = out_TQD.shape
@@ -125,7 +126,5 @@ def paged_attention(
     check_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch)
     kv_heads = k_pool_PBKD.shape[2]
     shape = dense_shape(batch, kv_heads, q_TQD.shape[1] // kv_heads)
-    out, _ = run_attention(
-        q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="dense", first_slot=first_slot, **shape
-    )
+    out, _ = run_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="dense", first_slot=first_slot, **shape)
     return out

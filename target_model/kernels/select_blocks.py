@@ -18,7 +18,12 @@ from target_model.kernels.common import (
     require,
     require_tensor,
 )
-from target_model.kernels.index_scores import choose_kernel, few_scores_kernel, many_scores_kernel, scratch_scores_kernel
+from target_model.kernels.index_scores import (
+    choose_kernel,
+    few_scores_kernel,
+    many_scores_kernel,
+    scratch_scores_kernel,
+)
 
 FEW_COLUMNS = 64  # up to so many (row, head) pairs of a sequence K is the first operand of the product
 
@@ -32,9 +37,12 @@ def select_blocks(
     require(index_q_TJD.stride(1) == dim, "heads of index_q must be adjacent")
     require_tensor("index_k_pool", index_k_pool_PBD, (None, batch.page_size, dim), POOL_FLOATS)
     require(dim in (32, 64, 128), f"index dim {dim} is not supported: 32, 64 or 128")
-    require(heads == power_of_two(heads) and heads <= 16, f"{heads} index heads are not supported: a power of two up to 16")
+    require(
+        heads == power_of_two(heads) and heads <= 16, f"{heads} index heads are not supported: a power of two up to 16"
+    )
     require(batch.page_size in (16, 32, 64, 128), f"page size {batch.page_size} is not supported: 16, 32, 64 or 128")
     require(batch.ancestors is None or batch.max_rows <= 64, "a tree has at most 64 rows")
+    require(init_blocks + local_blocks <= top_k, "more forced blocks than top_k")
     blocks = cdiv(batch.max_context, batch.page_size)
     scores = torch.empty(rows, heads, blocks, dtype=torch.float32, device=index_q_TJD.device)
     scratch, span = scores, 1
@@ -49,14 +57,19 @@ def select_blocks(
 
 
 def score_few(
-    index_q_TJD: Tensor, pool: Tensor, batch: Batch, scores: Tensor, *, pages: int | None = None, num_warps: int = 4, num_stages: int = 3
+    index_q_TJD: Tensor,
+    pool: Tensor,
+    batch: Batch,
+    scores: Tensor,
+    *,
+    pages: int | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
 ) -> None:
     """Scores of the committed keys, few rows a sequence."""
     _, heads, dim = index_q_TJD.shape
     blocks = scores.shape[2]
     columns = max(16, power_of_two(batch.max_rows * heads))
-    if pages is None:
-        pages = min(16, max(1, power_of_two(blocks * batch.num_sequences // 1024)))
     few_scores_kernel[(cdiv(blocks, pages), batch.num_sequences, 1)](
         index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table, index_q_TJD.stride(0),
         batch.block_table.shape[1], blocks, TREE=batch.ancestors is not None, J=heads, D=dim, PAGE=batch.page_size,
@@ -74,7 +87,8 @@ def score_many(
     block_c: int = 128,
     splits: int | None = None,
     num_warps: int = 8,
-    num_stages: int = 3,
+    num_stages: int = 2,
+    registers: int | None = 128,
 ) -> None:
     """Scores of the committed keys, many rows a sequence."""
     _, heads, dim = index_q_TJD.shape
@@ -86,7 +100,7 @@ def score_many(
         index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table, index_q_TJD.stride(0),
         batch.block_table.shape[1], blocks, TREE=batch.ancestors is not None, J=heads, D=dim, PAGE=batch.page_size,
         BLOCK_C=block_c, SPLITS=splits, UPCAST=INTERPRETED, PDL=PDL,
-        **launch_options(num_warps, num_stages),
+        **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
 
 
@@ -115,6 +129,6 @@ def choose(
         scores_TJC, scratch_TJS, batch.row_start, batch.committed, batch.positions, chosen, blocks, batch.num_sequences,
         init_blocks, local_blocks, TREE=batch.ancestors is not None, J=heads, PAGE=batch.page_size, N=top_k, BLOCKS=width,
         SPAN=span, SEQUENCES=power_of_two(batch.num_sequences), PDL=PDL,
-        **launch_options(1 if width <= 1024 else 4, 1),
+        **launch_options(1 if width <= 1024 and rows * heads > 512 else 4, 1),
     )  # fmt: skip
     return chosen

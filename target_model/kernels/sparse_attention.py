@@ -13,7 +13,16 @@ from torch import Tensor
 from target_model.batch import Batch
 from target_model.kernels.attention_outer import outer_kernel
 from target_model.kernels.chosen_lists import mask_kernel, union_kernel
-from target_model.kernels.common import INTERPRETED, LOG2_E, PDL, cdiv, launch_options, power_of_two, require, require_tensor
+from target_model.kernels.common import (
+    INTERPRETED,
+    LOG2_E,
+    PDL,
+    cdiv,
+    launch_options,
+    power_of_two,
+    require,
+    require_tensor,
+)
 from target_model.kernels.paged_attention import PROGRAMS, check_attention, combine, run_attention
 
 
@@ -27,9 +36,14 @@ def sparse_attention(
     group = q_TQD.shape[1] // k_pool_PBKD.shape[2]
     if batch.max_rows == 1:
         return decode(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)[0]
-    if batch.ancestors is not None and batch.max_rows > 1:
-        return outer(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)[0]
-    return tiled(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale, block_t=max(1, 128 // group))[0]
+    if batch.ancestors is None:
+        shape = {"block_t": max(1, 128 // group), "num_warps": 8, "registers": 128}
+    else:
+        block_t = max(1, min(power_of_two(batch.max_rows), 64 // group))
+        tiles = cdiv(batch.max_rows, block_t) * k_pool_PBKD.shape[2] * batch.num_sequences
+        splits = power_of_two(min(16, max(1, PROGRAMS // tiles)) + 1) // 2
+        shape = {"block_t": block_t, "splits": splits, "num_warps": 4, "num_stages": 3}
+    return tiled(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale, block_n=64, **shape)[0]
 
 
 def decode(
@@ -43,16 +57,17 @@ def decode(
     splits: int | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
+    registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One row a sequence: (out, log-sum)."""
     rows, kv_heads, count = blocks_TKN.shape
     if splits is None:
         splits = 1
-        while splits * 2 <= count and rows * kv_heads * splits < PROGRAMS:
+        while splits * 2 <= count and rows * kv_heads * splits * 2 <= PROGRAMS // 2:
             splits *= 2
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="chosen", splits=splits, block_t=1, choice_TKN=blocks_TKN,
-        num_warps=num_warps, num_stages=num_stages,
+        num_warps=num_warps, num_stages=num_stages, registers=registers,
     )  # fmt: skip
 
 
@@ -69,20 +84,21 @@ def tiled(
     block_n: int | None = None,
     num_warps: int = 8,
     num_stages: int = 2,
+    registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tiles of `block_t` rows over the union of their blocks: (out, log-sum)."""
     rows, kv_heads, count = blocks_TKN.shape
     tiles = rows // block_t + batch.num_sequences
-    union = torch.empty(2, tiles, kv_heads, block_t * count, dtype=torch.int32, device=q_TQD.device)
+    union = torch.empty(3, tiles, kv_heads, block_t * count, dtype=torch.int32, device=q_TQD.device)
     sizes = torch.empty(tiles, kv_heads, dtype=torch.int32, device=q_TQD.device)
     union_kernel[(cdiv(batch.max_rows, block_t) * kv_heads, batch.num_sequences)](
-        blocks_TKN, batch.row_start, batch.committed, union[0], union[1], sizes, TREE=batch.ancestors is not None, HEADS=kv_heads,
+        blocks_TKN, batch.row_start, batch.committed, batch.block_table, *union, sizes, batch.block_table.shape[1], TREE=batch.ancestors is not None, HEADS=kv_heads,
         PAGE=batch.page_size, N=count, N_PAD=power_of_two(count), BLOCK_T=block_t, PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="union", splits=splits, block_t=block_t, block_n=block_n,
-        choice_TKN=blocks_TKN, union=(union[0], union[1], sizes), num_warps=num_warps, num_stages=num_stages,
+        choice_TKN=blocks_TKN, union=(*union, sizes), num_warps=num_warps, num_stages=num_stages, registers=registers,
     )  # fmt: skip
 
 

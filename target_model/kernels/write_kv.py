@@ -1,6 +1,6 @@
 """Stores rows of keys, values and index keys in their slots of the paged cache, rounded to the pool's dtype.
 
-    pool[physical_slots[t]] = rows[t];  T rows, K kv heads, D head dim, P pages, B slots. One program a row.
+pool[physical_slots[t]] = rows[t];  T rows, K kv heads, D head dim, P pages, B slots. One program a row.
 """
 
 import triton

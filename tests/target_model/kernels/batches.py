@@ -19,7 +19,9 @@ def block_tables(contexts: list[int], page: int, generator: random.Random) -> tu
     return tables, sum(need) + 4
 
 
-def causal_batch(starts: list[int], counts: list[int], page: int, *, device: str = "cpu", seed: int = 0) -> tuple[Batch, int]:
+def causal_batch(
+    starts: list[int], counts: list[int], page: int, *, device: str = "cpu", seed: int = 0
+) -> tuple[Batch, int]:
     """Chunks of `counts` rows behind `starts` committed tokens; returns the batch and the pool's pages."""
     generator = random.Random(seed)
     tables, pages = block_tables([s + c for s, c in zip(starts, counts, strict=True)], page, generator)

@@ -65,7 +65,10 @@ def compile_instead(self, *args, grid, warmup, **kwargs):
         source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled[key] = describe(kernel)
-        print(f"{self.fn.__name__:24s} warps {options['num_warps']} stages {options['num_stages']}  {compiled[key]}", flush=True)
+        print(
+            f"{self.fn.__name__:24s} warps {options['num_warps']} stages {options['num_stages']}  {compiled[key]}",
+            flush=True,
+        )
 
 
 def main(names: list[str]) -> None:

@@ -2,11 +2,12 @@
 
 import torch
 
-from target_model.kernels import paged_attention, select_blocks, sparse_attention, write_kv
+from target_model.kernels import moe, norm_rope, norms, paged_attention, select_blocks, sparse_attention, write_kv
 from tests.target_model.kernels.batches import causal_batch, tree_batch
 
 BF16 = torch.bfloat16
 HEADS, KV, D, PAGE, TOP_K = 64, 4, 128, 128, 16
+HIDDEN, WIDTH = 6144, 3072
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -45,6 +46,27 @@ def write() -> None:
     write_kv.write_kv(empty(1, KV, D), empty(1, KV, D), *2 * (empty(pages, PAGE, KV, D),), batch)
 
 
+def norm_and_rope() -> None:
+    batch, pages = decode_batch()
+    table = empty(1, D, dtype=torch.float32)
+    pools = (empty(pages, PAGE, KV, D), empty(pages, PAGE, KV, D), empty(pages, PAGE, D))
+    scale = empty(HEADS + 2 * KV + 1, D, dtype=torch.float32)
+    norm_rope.norm_rope_write(empty(1, 77, D), scale, table, table, 64, 1e-6, HEADS, *pools, KV, batch)
+
+
+def row_norms() -> None:
+    x, scale = empty(2, HIDDEN), empty(HIDDEN, dtype=torch.float32)
+    norms.add_norm(x, x, scale, 1e-6)
+    norms.dual_norm(x, x, scale, scale, 1e-6)
+
+
+def experts(rows: int) -> None:
+    gate, bias = empty(128, HIDDEN, dtype=torch.float32), empty(128, dtype=torch.float32)
+    weights, chosen = moe.route(empty(rows, HIDDEN), gate, bias, 4, 2.0)
+    w13 = torch.empty(128, 2 * WIDTH, HIDDEN, dtype=BF16)  # never touched
+    moe.grouped_experts(empty(rows, HIDDEN), w13, torch.empty(128, HIDDEN, WIDTH, dtype=BF16), weights, chosen, 1.7, 7.0, 1.0)
+
+
 CASES = {
     "decode": lambda: attention(decode_batch),
     "decode fp8": lambda: attention(decode_batch, torch.float8_e4m3fn),
@@ -52,4 +74,9 @@ CASES = {
     "tree": lambda: attention(tree_batch_64),
     "draft": draft_attention,
     "write": write,
+    "norm and rope": norm_and_rope,
+    "row norms": row_norms,
+    "experts 1": lambda: experts(1),
+    "experts 1024": lambda: experts(1024),
+    "experts 8192": lambda: experts(8192),
 }

@@ -71,7 +71,9 @@ def test_select_blocks(kind, page, dim, index_heads, top_k, init, local):
 
 @pytest.mark.parametrize("kind", ["decode", "tree"])
 def test_select_blocks_takes_the_lower_of_equal_blocks(kind):
-    batch, pages = causal_batch([90], [1], 16, device=DEVICE) if kind == "decode" else tree_batch([90], [12], 16, device=DEVICE)
+    batch, pages = (
+        causal_batch([90], [1], 16, device=DEVICE) if kind == "decode" else tree_batch([90], [12], 16, device=DEVICE)
+    )
     q = normal(batch, 2, 32)
     pool = poisoned_pool(batch, pages, 32) * 0 + 1.0  # every key scores the same
     out = select_blocks.select_blocks(q, pool, batch, 3, 0, 1)
@@ -108,7 +110,9 @@ def test_tree_tiles_agree_with_the_outer_form(splits):
 
 def test_write_kv():
     batch, pages = BATCHES["prefill"](16)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter does not round to bf16 as torch does
+    dtype = (
+        torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    )  # the interpreter does not round to bf16 as torch does
     packed = normal(batch, 6, 32)
     pools = [torch.zeros(pages, 16, 2, 32, dtype=dtype, device=DEVICE) for _ in range(4)]
     write_kv.write_kv(packed[:, 1:3], packed[:, 4:], pools[0], pools[1], batch)

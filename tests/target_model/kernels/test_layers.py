@@ -1,0 +1,68 @@
+"""The kernels around attention and the mixture of experts against their references."""
+
+import pytest
+import torch
+
+from target_model.kernels import moe, moe_ref, norm_rope, norm_rope_ref, norms, norms_ref
+from tests.target_model.kernels.batches import causal_batch, normal
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "index_heads", "dim", "rotary"), [(8, 2, 2, 32, 16), (16, 1, 1, 64, 64)])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "reuse"])
+def test_norm_rope_write(kind, heads, kv_heads, index_heads, dim, rotary):
+    batch, pages = causal_batch([5, 30], [3, 1], 16, device=DEVICE)
+    extra = 0 if kind == "dense" else index_heads + 1
+    packed = normal(batch, heads + 2 * kv_heads + extra, dim)
+    scale = randn(heads + kv_heads + extra, dim)
+    cos, sin = randn(batch.num_rows, dim, seed=1), randn(batch.num_rows, dim, seed=2)
+    cos[:, rotary:], sin[:, rotary:] = 1, 0
+    results = []
+    for module in (norm_rope, norm_rope_ref):
+        k, v = (torch.zeros(pages, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
+        index = torch.zeros(pages, 16, dim, device=DEVICE) if kind == "sparse" else None
+        q, index_q = module.norm_rope_write(packed, scale, cos, sin, rotary, 1e-6, heads, k, v, index, index_heads, batch)
+        results.append([x for x in (q, index_q, k, v, index) if x is not None])
+    for out, want in zip(*results, strict=True):
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [96, 192])
+def test_norms(hidden):
+    x, y, a, b = randn(5, hidden), randn(5, hidden, seed=1), randn(hidden, seed=2), randn(hidden, seed=3)
+    for out, want in zip(norms.add_norm(x, y, a, 1e-6), norms_ref.add_norm(x, y, a, 1e-6), strict=True):
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(norms.dual_norm(x, y, a, b, 1e-6), norms_ref.dual_norm(x, y, a, b, 1e-6))
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k", "hidden"), [(1, 8, 2, 96), (19, 12, 4, 192)])
+def test_route(rows, experts, top_k, hidden):
+    x, gate, bias = randn(rows, hidden), 0.1 * randn(experts, hidden, seed=1), randn(experts, seed=2)
+    weights, chosen = moe.route(x, gate, bias, top_k, 2.0)
+    want_weights, want_chosen = moe_ref.route(x, gate, bias, top_k, 2.0)
+    assert torch.equal(chosen, want_chosen)
+    torch.testing.assert_close(weights, want_weights, atol=1e-5, rtol=1e-4)
+
+
+def test_route_takes_the_lower_of_equal_experts():
+    x = randn(2, 64)
+    _, chosen = moe.route(x, torch.zeros(6, 64, device=DEVICE), torch.zeros(6, device=DEVICE), 3, 2.0)
+    assert chosen.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k", "hidden", "width"), [(1, 8, 2, 96, 48), (23, 5, 3, 160, 96)])
+@pytest.mark.parametrize("tile", [{}, {"block_m": 32, "block_w": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}])
+def test_grouped_experts(tile, rows, experts, top_k, hidden, width):
+    x = randn(rows, hidden)
+    w13, w2 = randn(experts, 2 * width, hidden, seed=1) * 0.3, randn(experts, hidden, width, seed=2) * 0.3
+    chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(DEVICE)
+    weights = randn(rows, top_k, seed=3)
+    tile = tile or moe.gemm_shape(chosen.numel(), experts)
+    out = moe.run_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, **tile)
+    want = moe_ref.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
+    torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
