@@ -66,16 +66,10 @@ class Eagle3Draft(nn.Module):
         self, token_ids_T: Tensor, feature_TH: Tensor, positions_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q [T, Q, D], k and v [T, K, D] (q and k rotated to `positions_T`) and the residual [T, H]."""
-        return self.attention_inputs_embedded(self.embed_tokens(token_ids_T), feature_TH, positions_T)
-
-    def attention_inputs_embedded(
-        self, embedded_TH: Tensor, feature_TH: Tensor, positions_T: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `attention_inputs`, with the tokens' embeddings already looked up."""
         config = self.config
         normed_TH = self.hidden_norm(feature_TH)
         residual_TH = normed_TH if config.norm_before_residual else feature_TH
-        packed = self.qkv_proj(torch.cat([self.input_layernorm(embedded_TH), normed_TH], dim=-1))
+        packed = self.qkv_proj(torch.cat([self.input_layernorm(self.embed_tokens(token_ids_T)), normed_TH], dim=-1))
         heads = packed.unflatten(-1, (-1, config.head_dim))
         rotated, v_TKD = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=-2)
         q_TQD, k_TKD = self._rotate(rotated, positions_T).split([config.num_heads, config.num_kv_heads], dim=-2)

@@ -47,6 +47,7 @@ class DraftSettings(_Section):
     initialisation: Literal["random", "regression"] = Field(
         "random", description="regression: fc and attention start from a least-squares fit of the target's next state"
     )
+    regression_tokens: int = Field(100_000, ge=1, description="tokens that the least-squares fit looks at")
 
 
 class TTTConfig(_Section):

@@ -20,7 +20,7 @@ from target_model.errors import UserError
 from train.config import TrainConfig
 from train.features import Features
 from train.loss import LossSettings, StepSums, Teacher, ttt_loss
-from train.ttt import AttentionKind, unroll
+from train.ttt import AttentionKind, unroll, valid_rows
 
 _PARTIAL = ".partial"
 
@@ -37,9 +37,10 @@ class DraftStep(nn.Module):
         self._unroll = torch.compile(unroll) if compiled else unroll
 
     def forward(self, features: Features, teacher: Teacher, weights: Tensor) -> tuple[Tensor, StepSums]:
-        states = self._unroll(self.draft, features, self.steps, self.attention)
-        head = self.draft.lm_head.weight
-        return ttt_loss(states, head, features.final_state, features.valid_steps, weights, teacher, self.settings)
+        rows = valid_rows(features.valid_steps, self.steps)
+        states = self._unroll(self.draft, features, rows, self.attention)
+        final, valid = features.final_state, features.valid_steps
+        return ttt_loss(states, rows, self.draft.lm_head.weight, final, valid, weights, teacher, self.settings)
 
 
 def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:

@@ -27,6 +27,7 @@ from train.initialise import new_draft, set_trainable
 from train.loss import StepSums, Teacher, count_rows, step_weights
 from train.plan import state_bytes
 from train.progress import ProgressDisplay
+from train.regression import start_from_regression
 from train.run import RunFolder
 from train.schedule import DataOrder, learning_rate, total_steps
 
@@ -91,13 +92,15 @@ class _Run:
             capture_rows=config.features.capture_rows,
             cache=config.features.cache,
         )
+        kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
+        teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
         self.row_tokens = (rows.documents > 0).sum(-1)
         self.folder = RunFolder(config)
         _check_disk(config, draft)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
         self.checkpoint = _from_rank_zero(self.checkpoint)
-        kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
-        teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
+        if self.checkpoint is None and config.draft.initialisation == "regression":
+            self._regression(draft, target, teacher)
         self.engine = DraftEngine(draft, teacher, config, dtype)
         self.best: dict[str, Any] | None = None
         self.tokens = 0
@@ -111,6 +114,13 @@ class _Run:
             draft = load_draft(chosen.path, torch.float32, self.device, chosen.default_taps)
         set_trainable(draft, settings)
         return draft.train()
+
+    def _regression(self, draft: Eagle3Draft, target: TargetModel, teacher: Teacher) -> None:
+        size, wanted = self.config.features.capture_rows, self.config.draft.regression_tokens
+        rows = np.random.default_rng([self.config.seed, 3]).permutation(self.order.rows)
+        rows = rows[: 1 + int(np.searchsorted(self.row_tokens[rows].cumsum(), wanted))]
+        batches = [self.capture.features(rows[i : i + size]) for i in range(0, len(rows), size)]
+        start_from_regression(draft, target, teacher, batches, self.config.seed)
 
     def execute(self, judge: Judge | None, display: ProgressDisplay, stop_after: int | None) -> TrainResult:
         step = self._resume()

@@ -5,7 +5,7 @@ Row p of step k predicts x[p + 2 + k], for which the target's distribution comes
 steps that share a label share one teacher distribution: a chunk of positions needs one teacher product for all steps.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -99,15 +99,16 @@ class _Plan:
 
     final_state_TH: Tensor
     valid_steps_T: Tensor
+    rows: list[Tensor]
     weights: Tensor
     teacher: Teacher
-    target_of_draft: Tensor | None
     settings: LossSettings
-    sums: StepSums | None = field(default=None)
+    sums: StepSums | None = None
 
 
 def ttt_loss(
     normed_states: list[Tensor],
+    rows: list[Tensor],
     head_VH: Tensor,
     final_state: Tensor,
     valid_steps: Tensor,
@@ -115,77 +116,67 @@ def ttt_loss(
     teacher: Teacher,
     settings: LossSettings,
 ) -> tuple[Tensor, StepSums]:
-    """Sum over steps k and valid rows of weights[k] * loss(row): fp32 scalar, and the sums for metrics.
+    """Sum over steps k and their rows of weights[k] * loss(row): fp32 scalar, and the sums for metrics.
 
-    normed_states: [R, S, H] a step; final_state [R, S, H target]; valid_steps int64 [R, S]; weights fp32 [steps] (see `step_weights`).
-    Gradients for the states and the head are made in the forward pass, chunk by chunk.
+    normed_states: [M_k, H] a step, of the flat `rows` [M_k] that count; final_state [R, S, target H]; valid_steps int64 [R, S];
+    weights fp32 [steps] (see `step_weights`). Gradients of states and head are made in the forward pass, chunk by chunk.
     """
-    plan = _Plan(final_state.flatten(0, 1), valid_steps.flatten(), weights, teacher, teacher.kept_ids, settings)
-    loss = _ChunkedLoss.apply(plan, head_VH, *(state.flatten(0, 1) for state in normed_states))
-    return loss, plan.sums
+    plan = _Plan(final_state.flatten(0, 1), valid_steps.flatten(), rows, weights, teacher, settings)
+    return _ChunkedLoss.apply(plan, head_VH, *normed_states), plan.sums
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: _Plan, head_VH: Tensor, *states_TH: Tensor) -> Tensor:
-        steps, vocabulary = len(states_TH), head_VH.shape[0]
-        need_head = ctx.needs_input_grad[1]
-        need_states = any(ctx.needs_input_grad[2:])
-        grads = [torch.zeros_like(state) if need_states else None for state in states_TH]
-        head_grad = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device) if need_head else None
-        total = torch.zeros((), dtype=torch.float32, device=head_VH.device)
-        anchors = (plan.valid_steps_T > 0).nonzero()[:, 0]
-        hits = torch.zeros(steps, len(plan.valid_steps_T), dtype=torch.bool, device=head_VH.device)
-        sums = torch.zeros(2, steps, dtype=torch.float64, device=head_VH.device)
-        widest = max(vocabulary, plan.teacher.head_WH.shape[0])
-        for chunk in anchors.split(max(1, plan.settings.chunk_elements // (4 * widest))):
+    def forward(ctx, plan: _Plan, head_VH: Tensor, *states_MH: Tensor) -> Tensor:
+        ctx.need_head, ctx.need_states = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
+        grads = [torch.zeros_like(state) for state in states_MH] if ctx.need_states else []
+        head_grad = torch.zeros_like(head_VH, dtype=torch.float32) if ctx.need_head else None
+        hits = torch.zeros(len(states_MH), len(plan.valid_steps_T), dtype=torch.bool, device=head_VH.device)
+        sums = torch.zeros(2, len(states_MH), dtype=torch.float64, device=head_VH.device)
+        widest = max(head_VH.shape[0], plan.teacher.head_WH.shape[0])
+        for chunk in plan.rows[0].split(max(1, plan.settings.chunk_elements // (4 * widest))):
             teacher = plan.teacher.distribution(plan.final_state_TH[chunk + 1])
-            for step in range(steps):
-                rows, picked = _rows_of_step(plan.valid_steps_T, chunk, step)
-                chosen = teacher if picked is None else tuple(None if t is None else t[picked] for t in teacher)
-                state = states_TH[step][rows]
-                logits = torch.nn.functional.linear(state, head_VH)
+            for step, state_MH in enumerate(states_MH):
+                places, picked = _rows_of_step(plan, chunk, step)
+                state = state_MH[places]
                 row_loss, alpha, hit, grad = _row_losses(
-                    logits, *chosen, plan.target_of_draft, plan.settings, need_head or need_states
+                    torch.nn.functional.linear(state, head_VH),
+                    *(teacher if picked is None else (None if part is None else part[picked] for part in teacher)),
+                    plan.teacher.kept_ids,
+                    plan.settings,
+                    ctx.need_head or ctx.need_states,
                 )
-                hits[step, rows] = hit
+                hits[step, plan.rows[step][places]] = hit
                 sums[0, step] += row_loss.sum(dtype=torch.float64)
                 if alpha is not None:
                     sums[1, step] += alpha.sum(dtype=torch.float64)
-                if grad is None:
-                    continue
-                grad = (grad * plan.weights[step]).to(head_VH.dtype)
-                if need_states:
-                    grads[step][rows] = grad @ head_VH
-                if need_head:
-                    head_grad += grad.T @ state
-        total = (sums[0].float() * plan.weights).sum()
+                if grad is not None:
+                    grad = (grad * plan.weights[step]).to(head_VH.dtype)
+                    if ctx.need_states:
+                        grads[step][places] = grad @ head_VH
+                    if ctx.need_head:
+                        head_grad += grad.T @ state
         plan.sums = _step_sums(plan.valid_steps_T, hits, sums)
-        ctx.save_for_backward(
-            *([head_grad.to(head_VH.dtype)] if need_head else []), *(g for g in grads if g is not None)
-        )
-        ctx.flags = need_head, need_states, steps
-        return total
+        ctx.save_for_backward(*([head_grad.to(head_VH.dtype)] if ctx.need_head else []), *grads)
+        return (sums[0].float() * plan.weights).sum()
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        need_head, need_states, steps = ctx.flags
         saved = [grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        head = saved.pop(0) if need_head else None
-        return None, head, *(saved if need_states else [None] * steps)
+        head = saved.pop(0) if ctx.need_head else None
+        return None, head, *(saved if ctx.need_states else [None] * (len(ctx.needs_input_grad) - 2))
 
 
-def _rows_of_step(valid_steps_T: Tensor, chunk: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
-    """Rows p of `step` whose label is that of the chunk's anchors, and which anchors those are (None: all).
+def _rows_of_step(plan: _Plan, chunk: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
+    """Places in the states of `step` of the rows that share their label with the chunk's anchors, and which anchors (None: all).
 
     An anchor is a row a that counts at step 0; row a - step at `step` has the same label x[a + 2].
     """
     if step == 0:
-        return chunk, None
+        return torch.searchsorted(plan.rows[0], chunk), None
     rows = chunk - step
-    counted = (valid_steps_T[rows.clamp(min=0)] > step) & (rows >= 0)
-    picked = counted.nonzero()[:, 0]
-    return rows[picked], picked
+    picked = ((plan.valid_steps_T[rows.clamp(min=0)] > step) & (rows >= 0)).nonzero()[:, 0]
+    return torch.searchsorted(plan.rows[step], rows[picked]), picked
 
 
 def _row_losses(

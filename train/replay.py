@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from target_model.model import TargetModel
-from train.features import Features, document_positions
-from train.ttt import unroll
+from train.features import Features
+from train.ttt import unroll, valid_rows
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,24 @@ class ReplayResult:
 
 @torch.no_grad()
 def chain_predictions(draft: Eagle3Draft, target: TargetModel, token_ids: Sequence[int], length: int) -> Tensor:
-    """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1.
+    """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1; else -1.
 
     A chain feeds its own proposals back, while the unrolled rows read the true text: both agree as long as the chain is right, and behind
     its first miss nothing counts.
     """
     ids = torch.tensor([list(token_ids)], device=target.device)
     final, aux = target.capture(ids, draft.config.taps)
-    ones = torch.ones_like(ids)
-    positions = torch.from_numpy(document_positions(ones.cpu().numpy())).to(ids.device)
-    dtype = draft.lm_head.weight.dtype
-    features = Features(ids, ones, positions, ones, aux.to(dtype), final, packed=False)
-    states = unroll(draft, features, length)
-    draft_ids = torch.stack([draft.lm_head(state[0]).float().argmax(-1) for state in states], dim=-1)
-    return draft.target_ids(draft_ids)
+    # Every row but the last reads a known token; later steps need that many known tokens more.
+    size = ids.shape[1]
+    positions = torch.arange(size, device=ids.device)[None]
+    known = (size - 1 - positions).clamp(0, length)
+    aux = aux.to(draft.lm_head.weight.dtype)
+    features = Features(ids, torch.ones_like(ids), positions, known, aux, final, packed=False)
+    rows = valid_rows(known, length)
+    proposals = ids.new_full((size, length), -1)
+    for step, (chosen, state) in enumerate(zip(rows, unroll(draft, features, rows), strict=True)):
+        proposals[chosen, step] = draft.target_ids(draft.lm_head(state).float().argmax(-1))
+    return proposals
 
 
 def replay(

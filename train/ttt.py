@@ -18,36 +18,50 @@ from train.features import Features
 AttentionKind = Literal["auto", "explicit", "flash"]
 
 
-def unroll(draft: Eagle3Draft, features: Features, steps: int, attention: AttentionKind = "auto") -> list[Tensor]:
-    """Normed states, [R, S, H] for each step: the draft's head applies directly.
+def valid_rows(valid_steps_RS: Tensor, steps: int) -> list[Tensor]:
+    """For each step the rows that count, as indices into the flattened [R * S], ascending. Later steps' rows are among the earlier ones'."""
+    flat = valid_steps_RS.flatten()
+    return [(flat > step).nonzero()[:, 0] for step in range(steps)]
 
-    Rows that do not count (`features.valid_steps`) hold finite numbers of no meaning.
+
+def unroll(
+    draft: Eagle3Draft, features: Features, rows: list[Tensor], attention: AttentionKind = "auto"
+) -> list[Tensor]:
+    """Normed states of the rows that count, [M_k, H] for each step k of `rows`: the draft's head applies directly.
+
+    Step 0 makes keys and values of every row, since later rows see them; everything else is computed for `rows` only.
     """
     attend = choose_attention(attention, features)
     scale = draft.config.head_dim**-0.5
-    length = features.token_ids.shape[1]
-    # x[p + 1 + k] for all steps: behind the row's end any token will do, such rows never count.
-    ids = nn.functional.pad(features.token_ids, (0, steps))
-    embedded = draft.embed_tokens(ids)
-    feature = draft.project(features.aux)
-    k0 = v0 = None
+    shape = features.token_ids.shape
+    ids, positions = features.token_ids.flatten(), features.positions.flatten()
+    # x[p + 1]: behind a row's end any token will do, such rows never count.
+    next_ids = nn.functional.pad(features.token_ids[:, 1:], (0, 1))
+    q, k0, v0, residual = draft.attention_inputs(next_ids, draft.project(features.aux), features.positions + 1)
+    residual = residual.flatten(0, 1).index_select(0, rows[0])
     own_k: list[Tensor] = []
     own_v: list[Tensor] = []
-    normed_states = []
-    for step in range(steps):
-        tokens = embedded[:, 1 + step : 1 + step + length]
-        q, k, v, residual = draft.attention_inputs_embedded(tokens, feature, features.positions + (1 + step))
-        if step == 0:
-            k0, v0 = k, v
-        else:
+    normed_states: list[Tensor] = []
+    for step, chosen in enumerate(rows):
+        if step > 0:
+            kept = (features.valid_steps.flatten()[rows[step - 1]] > step).nonzero()[:, 0]
+            feature = feature.index_select(0, kept)
+            *packed, residual = draft.attention_inputs(ids[chosen + 1 + step], feature, positions[chosen] + 1 + step)
+            q, k, v = (_spread(x, chosen, shape) for x in packed)
             own_k.append(k)
             own_v.append(v)
         attended = attend(q, k0, v0, own_k, own_v, features.documents, features.packed, scale)
-        state = draft.attention_output(attended, residual)
+        state = draft.attention_output(attended.flatten(0, 1).index_select(0, chosen), residual)
         normed = draft.norm(state)
         normed_states.append(normed)
         feature = normed if draft.config.norm_output else state
     return normed_states
+
+
+def _spread(x_MnD: Tensor, rows_M: Tensor, shape: torch.Size) -> Tensor:
+    """Puts the rows back in their places of [R, S, n, D], zeros elsewhere."""
+    flat = x_MnD.new_zeros(shape.numel(), *x_MnD.shape[1:])
+    return flat.index_copy(0, rows_M, x_MnD).unflatten(0, shape)
 
 
 def choose_attention(kind: AttentionKind, features: Features) -> Callable[..., Tensor]:
