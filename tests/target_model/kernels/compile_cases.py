@@ -2,7 +2,18 @@
 
 import torch
 
-from target_model.kernels import moe, norm_rope, norms, paged_attention, select_blocks, sparse_attention, write_kv
+from target_model.kernels import (
+    commit_rows,
+    linear_kl,
+    moe,
+    norm_rope,
+    norms,
+    paged_attention,
+    sample_tokens,
+    select_blocks,
+    sparse_attention,
+    write_kv,
+)
 from tests.target_model.kernels.batches import causal_batch, tree_batch
 
 BF16 = torch.bfloat16
@@ -67,6 +78,22 @@ def experts(rows: int) -> None:
     moe.grouped_experts(empty(rows, HIDDEN), w13, torch.empty(128, HIDDEN, WIDTH, dtype=BF16), weights, chosen, 1.7, 7.0, 1.0)
 
 
+def commit() -> None:
+    batch, pages = tree_batch_64()
+    k, path = empty(3, pages, PAGE, KV, D), torch.zeros(1, 5, dtype=torch.int64)
+    commit_rows.commit_rows(k, k, empty(2, pages, PAGE, D), path, batch)
+
+
+def sample() -> None:
+    floats, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
+    sample_tokens.sample_tokens(empty(2, 200_064, dtype=torch.float32), floats, ids.int(), floats, floats, ids, ids, ids)
+
+
+def training_loss() -> None:
+    state = empty(2, 32).requires_grad_()
+    linear_kl.linear_kl(state, empty(200_064, 32), empty(2, 32), empty(200_064, 32), torch.ones(2))
+
+
 CASES = {
     "decode": lambda: attention(decode_batch),
     "decode fp8": lambda: attention(decode_batch, torch.float8_e4m3fn),
@@ -76,6 +103,9 @@ CASES = {
     "write": write,
     "norm and rope": norm_and_rope,
     "row norms": row_norms,
+    "commit": commit,
+    "sample": sample,
+    "training loss": training_loss,
     "experts 1": lambda: experts(1),
     "experts 1024": lambda: experts(1024),
     "experts 8192": lambda: experts(8192),
