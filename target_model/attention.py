@@ -12,7 +12,7 @@ from target_model.batch import Batch
 from target_model.cache import LayerCache
 from target_model.config import M3Config
 from target_model.kernels import ops
-from target_model.layers import Rotary, empty
+from target_model.layers import empty
 
 
 class Attention(nn.Module):
@@ -31,8 +31,6 @@ class Attention(nn.Module):
         self.reuses_blocks = config.reuses_blocks[layer]
         dim = config.head_dim
         normed = config.num_heads + config.num_kv_heads + (config.num_index_heads + 1 if self.sparse else 0)
-        # A layer that reuses the previous choice still projects its index heads, and then leaves them.
-        self.used_heads = config.num_heads + config.num_kv_heads if self.reuses_blocks else normed
         self.scale = dim**-0.5
         self.packed = empty((normed + config.num_kv_heads) * dim, config.hidden_size, dtype=dtype)
         self.head_scale = empty(normed, dim, dtype=torch.float32)
@@ -43,7 +41,6 @@ class Attention(nn.Module):
         x_TH: Tensor,
         batch: Batch,
         cache: LayerCache,
-        rotary: Rotary,
         cos_sin: tuple[Tensor, Tensor],
         previous_TJN: Tensor | None,
         need_blocks: bool,
@@ -54,20 +51,25 @@ class Attention(nn.Module):
         MSA is full attention and nothing is scored), unless `need_blocks`.
         """
         config = self.config
-        heads_TnD = F.linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim)
-        normed_TnD = F.rms_norm(heads_TnD[:, : self.used_heads].float(), (config.head_dim,), None, config.rms_norm_eps)
-        normed_TnD = rotary.rotate(normed_TnD * self.head_scale[: self.used_heads], *cos_sin).to(x_TH.dtype)
-        q_TQD = normed_TnD[:, : config.num_heads]
-        k_TKD = normed_TnD[:, config.num_heads : config.num_heads + config.num_kv_heads]
-        v_TKD = heads_TnD[:, -config.num_kv_heads :]
-        ops.write_kv(k_TKD, v_TKD, cache.k, cache.v, batch)
-
+        # A layer that reuses the previous choice still projects its index heads, and then leaves them.
+        chooses = self.sparse and not self.reuses_blocks
+        q_TQD, index_q_TJD = ops.norm_rope_write(
+            F.linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim),
+            self.head_scale,
+            *cos_sin,
+            config.rotary_dim,
+            config.rms_norm_eps,
+            config.num_heads,
+            cache.k,
+            cache.v,
+            cache.index_k if chooses else None,
+            config.num_index_heads,
+            batch,
+        )
         blocks_TJN = previous_TJN
-        if self.sparse and not self.reuses_blocks:
-            ops.write_index_k(normed_TnD[:, -1], cache.index_k, batch)
+        if chooses:
             blocks_TJN = None
             if need_blocks or batch.max_context > config.top_k_blocks * config.block_size:
-                index_q_TJD = normed_TnD[:, -1 - config.num_index_heads : -1]
                 blocks_TJN = ops.select_blocks(
                     index_q_TJD, cache.index_k, batch, config.top_k_blocks, config.init_blocks, config.local_blocks
                 )

@@ -16,64 +16,45 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def rms_norm(x_TH: Tensor, scale_H: Tensor, eps: float) -> Tensor:
-    """x * rsqrt(mean(x^2) + eps) * scale in fp32, back in the dtype of x. Gemma's norm: `scale` is 1 + w, kept in
-    fp32.
-    """
+    """Gemma's x * rsqrt(mean(x^2) + eps) * scale in fp32, back in the dtype of x; `scale` is 1 + w."""
     return F.rms_norm(x_TH.float(), scale_H.shape, scale_H, eps).to(x_TH.dtype)
 
 
 class GemmaRMSNorm(nn.Module):
-    """`rms_norm` with its own scale."""
+    """The scale of a norm, 1 + w, in fp32."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int):
         super().__init__()
-        self.eps = eps
         self.scale = empty(dim, dtype=torch.float32)
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, self.scale, self.eps)
 
 
 class Rotary(nn.Module):
     """Rotate-half RoPE on the first `rotary_dim` dims of a head; the others pass.
 
-    Kept as full-width tables (cosine 1 and sine 0 on the dims that pass, the sine of the first half negated), so that
-    applying it is x * cos + x[swapped halves] * sin over whole heads.
+    As full-width tables (cosine 1 and sine 0 on the dims that pass, the sine of the first half negated), so that
+    applying them is x * cos + x[halves swapped] * sin over whole heads.
     """
 
     inverse_frequency: Tensor
-    swapped: Tensor
 
     def __init__(self, config: M3Config):
         super().__init__()
         self.theta, self.rotary_dim, self.head_dim = config.rope_theta, config.rotary_dim, config.head_dim
-        inverse_frequency, swapped = self._tables()
-        self.register_buffer("inverse_frequency", inverse_frequency, persistent=False)
-        self.register_buffer("swapped", swapped, persistent=False)
+        self.register_buffer("inverse_frequency", self._inverse_frequency(), persistent=False)
 
-    def _tables(self) -> tuple[Tensor, Tensor]:
-        half = self.rotary_dim // 2
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim
-        order = torch.arange(self.head_dim)
-        return 1.0 / self.theta**exponents, torch.cat((order[half : 2 * half], order[:half], order[2 * half :]))
+    def _inverse_frequency(self) -> Tensor:
+        return 1.0 / self.theta ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim)
 
-    def reset_tables(self) -> None:
-        """Fills the tables again after `to_empty`."""
-        for buffer, table in zip((self.inverse_frequency, self.swapped), self._tables(), strict=True):
-            buffer.copy_(table)
+    def reset_table(self) -> None:
+        """Fills the table again after `to_empty`."""
+        self.inverse_frequency.copy_(self._inverse_frequency())
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, D] in fp32, as `rotate` takes them."""
+        """cos and sin [T, D] in fp32."""
         angles = positions_T[:, None].float() * self.inverse_frequency
         cos, sin = angles.cos(), angles.sin()
         passed = cos.new_ones(cos.shape[0], self.head_dim - self.rotary_dim)
-        cos_TD = torch.cat((cos, cos, passed), dim=-1)
-        sin_TD = torch.cat((-sin, sin, passed * 0), dim=-1)
-        return cos_TD[:, None], sin_TD[:, None]
-
-    def rotate(self, x_TnD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-        """Rotates every head of every row."""
-        return torch.addcmul(x_TnD * cos_T1D, x_TnD.index_select(-1, self.swapped), sin_T1D)
+        return torch.cat((cos, cos, passed), dim=-1), torch.cat((-sin, sin, passed * 0), dim=-1)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, beta: float) -> Tensor:

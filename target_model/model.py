@@ -15,6 +15,7 @@ from target_model.batch import Batch
 from target_model.cache import LayerCache, PagedCache, TransientCache
 from target_model.config import M3Config
 from target_model.errors import UserError
+from target_model.kernels import ops
 from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary, empty, rms_norm
 from target_model.moe import MixtureOfExperts
 
@@ -46,7 +47,11 @@ class Recorder:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP; each reads a normalised copy of the residual stream, and its output is added to the stream.
+
+    An addition and the norm behind it are one step, so a layer takes its input normalised (by `attention_scale`) and
+    hands its output on normalised for whoever comes next.
+    """
 
     def __init__(self, config: M3Config, layer: int, dtype: torch.dtype):
         super().__init__()
@@ -59,18 +64,20 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        x_TH: Tensor,
+        normed_TH: Tensor,
+        residual_TH: Tensor,
+        next_scale_H: Tensor,
         batch: Batch,
         cache: LayerCache,
-        rotary: Rotary,
         cos_sin: tuple[Tensor, Tensor],
         blocks_TJN: Tensor | None,
         need_blocks: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        normed = rms_norm(x_TH, self.attention_scale, self.eps)
-        attended, blocks_TJN = self.attention(normed, batch, cache, rotary, cos_sin, blocks_TJN, need_blocks)
-        x_TH = x_TH + attended
-        return x_TH + self.mlp(rms_norm(x_TH, self.mlp_scale, self.eps)), blocks_TJN
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(input of the next norm's reader, residual stream leaving this layer, blocks in force)."""
+        attended, blocks_TJN = self.attention(normed_TH, batch, cache, cos_sin, blocks_TJN, need_blocks)
+        normed_TH, residual_TH = ops.add_norm(attended, residual_TH, self.mlp_scale, self.eps)
+        normed_TH, residual_TH = ops.add_norm(self.mlp(normed_TH), residual_TH, next_scale_H, self.eps)
+        return normed_TH, residual_TH, blocks_TJN
 
 
 class TargetModel(nn.Module):
@@ -84,7 +91,7 @@ class TargetModel(nn.Module):
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
-            self.norm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = GemmaRMSNorm(config.hidden_size)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
             self.rotary = Rotary(config)
         self.requires_grad_(False)
@@ -93,7 +100,7 @@ class TargetModel(nn.Module):
     def materialise(self, device: torch.device | str) -> None:
         """Allocates every parameter on `device`, with whatever the memory holds."""
         self.to_empty(device=device)
-        self.rotary.reset_tables()
+        self.rotary.reset_table()
 
     @property
     def device(self) -> torch.device:
@@ -121,23 +128,32 @@ class TargetModel(nn.Module):
         layer t.
         """
         cos_sin = self.rotary(batch.positions)
-        x_TH = self.embed_tokens(batch.token_ids)
+        residual_TH = self.embed_tokens(batch.token_ids)
+        scales = [layer.attention_scale for layer in self.layers] + [self.norm.scale]
+        normed_TH = rms_norm(residual_TH, scales[0], self.config.rms_norm_eps)
         blocks_TJN = None
         tapped = {}
         for number, layer in enumerate(self.layers):
             if number in taps:
-                tapped[number] = x_TH
+                tapped[number] = residual_TH
             if recorder is not None:
-                recorder.hidden_states.append(x_TH)
-            x_TH, blocks_TJN = layer(
-                x_TH, batch, cache.layer(number), self.rotary, cos_sin, blocks_TJN, recorder is not None
+                recorder.hidden_states.append(residual_TH)
+            normed_TH, residual_TH, blocks_TJN = layer(
+                normed_TH,
+                residual_TH,
+                scales[number + 1],
+                batch,
+                cache.layer(number),
+                cos_sin,
+                blocks_TJN,
+                recorder is not None,
             )
             if recorder is not None and self.config.sparse_layers[number]:
                 recorder.blocks[number] = blocks_TJN
         if recorder is not None:
-            recorder.hidden_states.append(x_TH)
-        aux_TA = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else x_TH[:, :0]
-        return TargetOutput(self.norm(x_TH), aux_TA)
+            recorder.hidden_states.append(residual_TH)
+        aux_TA = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else normed_TH[:, :0]
+        return TargetOutput(normed_TH, aux_TA)
 
     @torch.no_grad()
     def logits(self, final_state: Tensor) -> Tensor:

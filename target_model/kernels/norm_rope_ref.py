@@ -26,9 +26,8 @@ def norm_rope_write(
     kv_heads, dim, half = k_pool_PBKD.shape[2], packed_TnD.shape[2], rotary_dim // 2
     used = num_heads + kv_heads + (index_heads + 1 if index_pool_PBD is not None else 0)
     normed_TnD = F.rms_norm(packed_TnD[:, :used].float(), (dim,), None, eps) * scale_nD[:used]
-    order = torch.arange(dim, device=packed_TnD.device)
-    swapped = torch.cat((order[half : 2 * half], order[:half], order[2 * half :]))
-    rotated_TnD = (normed_TnD * cos_TD[:, None] + normed_TnD[..., swapped] * sin_TD[:, None]).to(packed_TnD.dtype)
+    swapped_TnD = torch.cat((normed_TnD[..., half : 2 * half], normed_TnD[..., :half], normed_TnD[..., 2 * half :]), -1)
+    rotated_TnD = torch.addcmul(normed_TnD * cos_TD[:, None], swapped_TnD, sin_TD[:, None]).to(packed_TnD.dtype)
     write_kv(rotated_TnD[:, num_heads : num_heads + kv_heads], packed_TnD[:, -kv_heads:], k_pool_PBKD, v_pool_PBKD, batch)
     if index_pool_PBD is None:
         return rotated_TnD[:, :num_heads], None

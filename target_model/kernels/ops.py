@@ -32,6 +32,48 @@ def _module(module: str, choice: str) -> ModuleType:
     return importlib.import_module(f"target_model.kernels.{module}" + ("" if choice == "triton" else "_ref"))
 
 
+def add_norm(x_TH: Tensor, residual_TH: Tensor, scale_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(RMS norm of x + residual times scale, x + residual)."""
+    return _implementation("norms", x_TH).add_norm(x_TH, residual_TH, scale_H, eps)
+
+
+def dual_norm(first_TH: Tensor, second_TH: Tensor, first_scale_H: Tensor, second_scale_H: Tensor, eps: float) -> Tensor:
+    """Both inputs RMS-normalised, side by side: [T, 2H]."""
+    return _implementation("norms", first_TH).dual_norm(first_TH, second_TH, first_scale_H, second_scale_H, eps)
+
+
+def norm_rope_write(
+    packed_TnD: Tensor,
+    scale_nD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    rotary_dim: int,
+    eps: float,
+    num_heads: int,
+    k_pool_PBKD: Tensor,
+    v_pool_PBKD: Tensor,
+    index_pool_PBD: Tensor | None,
+    index_heads: int,
+    batch: Batch,
+) -> tuple[Tensor, Tensor | None]:
+    """Normalised, rotated queries [T, Q, D] and index queries [T, J, D]; keys and values go to their slots."""
+    kernel = _implementation("norm_rope", packed_TnD).norm_rope_write
+    return kernel(
+        packed_TnD,
+        scale_nD,
+        cos_TD,
+        sin_TD,
+        rotary_dim,
+        eps,
+        num_heads,
+        k_pool_PBKD,
+        v_pool_PBKD,
+        index_pool_PBD,
+        index_heads,
+        batch,
+    )
+
+
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, batch: Batch) -> None:
     """Stores the rows' keys and values in their slots."""
     _implementation("write_kv", k_TKD).write_kv(k_TKD, v_TKD, k_pool_PBKD, v_pool_PBKD, batch)
