@@ -17,7 +17,7 @@ logger = logging.getLogger("serve.http")
 Body = TypeVar("Body", bound=BaseModel)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # else by class
-_UNION_BRANCH = re.compile(r"^(str|constrained-str|(list|function|dict|model)\[?.*)$")
+_UNION_BRANCH = re.compile(r"^((constrained-)?str|.+\[.*\])$")  # as pydantic names it in a location
 
 
 class ApiError(Exception):
@@ -69,9 +69,9 @@ def from_user_error(error: UserError, fields: set[str], source: str) -> ApiError
     """A refusal by the tokenizer or the engine. Their messages begin with the thing at fault; a prompt is the field
     `source`."""
     message = str(error)
-    word = re.match(r"^(?:the )?([a-z_]+)", message)
-    param = word[1] if word and word[1] in fields else None
-    if word and word[1] in ("prompt", "text"):
+    found = re.match(r"^(?:the )?(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)", message)
+    param = found[1] if found and found[2] in fields else None
+    if found and found[2] in ("prompt", "text"):
         param = source
     code = "context_length_exceeded" if "the context holds" in message else "invalid_value"
     return ApiError(400, message, param, code)

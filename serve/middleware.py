@@ -73,7 +73,7 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
         keys = self.settings.api_keys
         if keys and path not in OPEN_PATHS:
-            given = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8")
+            given = headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")  # the bytes as sent
             # All keys are compared, each in constant time: the time says nothing about how much of a key was right.
             matches = [hmac.compare_digest(given, key.encode("utf-8")) for key in keys]
             if not any(matches):

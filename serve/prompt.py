@@ -67,6 +67,8 @@ def check_length(texts: list[str], service: Service, param: str) -> None:
 
 
 def check_context(prompt: list[int], service: Service, param: str) -> None:
+    if not prompt:
+        raise ApiError(400, f"{param}: must have at least 1 token", param, "invalid_value")
     if len(prompt) >= service.context:
         raise _too_long(str(len(prompt)), service, param)
 

@@ -6,6 +6,7 @@ closes.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -101,7 +102,10 @@ class ToolCallParser:
             self._open[-1].text += text
             return []
         root = self._schemas.get(self._function or "", {})
-        value = json.dumps(_value(node, _Schema.of(root, root).properties.get(node.name), root), ensure_ascii=False)
+        try:
+            value = json.dumps(_value(node, _Schema.of(root, root).properties.get(node.name), root), ensure_ascii=False)
+        except RecursionError:  # tags or brackets nested by the hundred: no value that anybody meant
+            value = json.dumps(node.text, ensure_ascii=False)
         start = "{" if self._arguments == 0 else ", "
         self._arguments += 1
         fragment = f"{start}{json.dumps(node.name, ensure_ascii=False)}: {value}"
@@ -174,10 +178,21 @@ def _value(node: _Node, schema: Any, root: Mapping[str, Any]) -> Any:
     if not node.text:
         return [] if "array" in known.types else {} if "object" in known.types else ""
     try:
-        value = json.loads(node.text)
+        value = json.loads(node.text, parse_constant=_refuse, parse_float=_finite)
     except ValueError:
         return node.text
     return value if not known.types or _types_of(value) & known.types else node.text
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        _refuse(text)
+    return value
 
 
 def _types_of(value: Any) -> set[str]:
@@ -185,5 +200,5 @@ def _types_of(value: Any) -> set[str]:
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | float):
-        return {"number", "integer"} if value == int(value) else {"number"}
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
     return {{str: "string", list: "array", dict: "object", type(None): "null"}[type(value)]}

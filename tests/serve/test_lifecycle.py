@@ -1,0 +1,268 @@
+"""Requests that are dropped, an engine that crashes, a server that ends: nothing hangs and nothing is left behind."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from serve.request import Request, SamplingParams
+from serve.server import bind
+from serve.service import Settings
+from target_model.errors import UserError
+from tests.serve.fake_engine import PAGES, FakeEngine, saying, service
+from tests.serve.http_client import ask, client, serving
+
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+def endless(**options):
+    return FakeEngine(lambda request: [50], seconds=0.002, **options)
+
+
+def until(condition, seconds=20.0):
+    """Waits for a condition; only a broken program takes long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
+        time.sleep(0.01)
+
+
+def hang_up(url, body, wait):
+    """Sends a request by hand and closes the socket: right after the body, after a moment, or after two chunks."""
+    host, port = url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        if wait == "moment":
+            time.sleep(0.02)
+        elif wait == "chunks":
+            seen = b""
+            while seen.count(b"data: ") < 2:
+                seen += connection.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        ({"stream": True}, ("at once", "moment", "chunks")),
+        ({}, ("at once", "moment")),
+        ({"n": 3}, ("moment",)),
+        ({"n": 3, "stream": True}, ("chunks",)),
+    ],
+    ids=["stream", "whole", "three", "three streams"],
+)
+def test_hanging_up_frees_the_engine(body, waits):
+    """One request runs at a time, so most of these are dropped while they wait in the queue."""
+    made = service(endless(running=1))
+    fake = made.engine.engine
+    with serving(made) as url, httpx.Client(base_url=url, timeout=30) as http:
+        with http.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as running:
+            next(running.iter_lines())  # it holds the only place
+            for wait in waits * 3:
+                hang_up(url, {**ENDLESS, **body}, "moment" if wait == "chunks" else wait)
+        for wait in waits * 3:
+            hang_up(url, {**ENDLESS, **body}, wait)
+        until(
+            lambda: (
+                fake.stats()["pages_free"] == PAGES and not fake.requests and made.engine.stats()["open_requests"] == 0
+            )
+        )
+        aborted = len(fake.aborted)
+        for _ in range(20):
+            response = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3})
+            assert response.json()["usage"]["completion_tokens"] == 3
+        assert len(fake.aborted) == aborted  # a request that ended by itself is not aborted as well
+
+
+def test_stopping_to_read_frees_the_engine():
+    """In-process: closing the response early ends the request."""
+    made = service(endless())
+
+    async def run():
+        async with client(made) as http:
+            task = asyncio.create_task(http.post(COMPLETIONS, json=ENDLESS))
+            while not made.engine.engine.requests:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            while made.engine.engine.requests:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_request_that_has_ended_is_not_aborted():
+    """Not even when it ended before anybody read that."""
+    made = service(saying("x"))
+
+    async def run():
+        made.engine.start()
+        stream = await made.engine.submit(Request("a", [1], SamplingParams()))
+        await asyncio.to_thread(until, lambda: made.engine.stats()["open_requests"] == 0)
+        stream.cancel()
+        await made.engine.drain(1)
+
+    asyncio.run(run())
+    assert made.engine.engine.aborted == []
+
+
+def test_a_crash_ends_every_stream_and_fails_health():
+    made = service(endless(fail_after=20))
+
+    async def run():
+        async with client(made) as http:
+            assert (await http.get("/health")).status_code == 200
+            posts = [http.post(COMPLETIONS, json={**ENDLESS, "stream": stream}) for stream in (True, False, True)]
+            streamed, whole, _ = await asyncio.gather(*posts)
+            last = json.loads(streamed.text.split("\n\n")[-2].removeprefix("data: "))
+            assert last["error"]["type"] == "server_error"
+            assert "scripted crash" in last["error"]["message"]
+            assert "[DONE]" not in streamed.text
+            assert whole.status_code == 503
+            assert "scripted crash" in whole.json()["error"]["message"]
+            for path in ("/health", "/health/ready"):
+                assert (await http.get(path)).status_code == 503
+            late = await http.post(COMPLETIONS, json=ENDLESS)
+            assert late.status_code == 503
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_request_that_takes_too_long_is_ended():
+    made = service(endless(), settings=Settings(request_timeout=0.2))
+    response = ask(made, COMPLETIONS, **ENDLESS)
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "timeout"
+    assert not made.engine.engine.requests
+
+
+def test_shutting_down_lets_open_requests_end():
+    """A stream that is open when the server is told to stop goes on to its last token."""
+    made = service(FakeEngine(lambda request: [50], seconds=0.005))
+    server = contextlib.ExitStack()
+    url = server.enter_context(serving(made))
+    body = {**ENDLESS, "max_tokens": 200, "stream": True}
+    with httpx.Client(timeout=30) as http, http.stream("POST", f"{url}{COMPLETIONS}", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        stopping = threading.Thread(target=server.close)
+        stopping.start()
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    stopping.join()
+    assert rest[-1] == "[DONE]"
+    assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+    assert not made.engine.healthy
+
+
+def test_drain_refuses_new_requests_and_drops_what_outlasts_it():
+    made = service(endless())
+
+    async def run():
+        made.engine.start()
+        stream = await made.engine.submit(Request("a", [1], SamplingParams(max_tokens=10**6, ignore_eos=True)))
+        draining = asyncio.create_task(made.engine.drain(0.2))
+        await asyncio.sleep(0.05)
+        assert made.engine.healthy
+        assert not made.engine.ready
+        with pytest.raises(Exception, match="shutting down"):
+            await made.engine.submit(Request("b", [1], SamplingParams()))
+        with pytest.raises(Exception, match="shutting down"):
+            async for update in stream:
+                assert update.finish_reason is None
+        await draining
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_port_in_use_is_one_line():
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            bind("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot listen on no such host"):
+        bind("no such host", 80)
+
+
+def test_api_keys():
+    made = service(saying("x"), settings=Settings(api_keys=("alpha", "bêta")))
+
+    async def run():
+        async with client(made) as http:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer wrong"}, 401),
+                ({"Authorization": "Bearer "}, 401),
+                ({"Authorization": "Bearer alpha"}, 200),
+                ({"Authorization": "Bearer bêta".encode()}, 200),
+            ):
+                response = await http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
+                assert response.status_code == status, headers
+            assert response.headers["x-request-id"]
+            assert (await http.get("/stats")).status_code == 401
+            for path in ("/health", "/health/ready", "/metrics"):
+                assert (await http.get(path)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_request_ids_and_log_lines(caplog):
+    caplog.set_level("INFO", logger="serve.access")
+    made = service(saying("one two"))
+
+    async def run():
+        async with client(made) as http:
+            body = {"messages": [{"role": "user", "content": "x"}], "user": "ann", "metadata": {"k": "v"}}
+            named = await http.post("/v1/chat/completions", json=body, headers={"X-Request-Id": "trace-1"})
+            drawn = await http.get("/v1/models", headers={"X-Request-Id": "not a plain word\t"})
+            return named, drawn
+
+    named, drawn = asyncio.run(run())
+    assert named.headers["x-request-id"] == "trace-1"
+    assert named.json()["id"] == "chatcmpl-trace-1"
+    assert len(drawn.headers["x-request-id"]) == 32
+    line = json.loads(caplog.records[0].message)
+    assert (line["request_id"], line["status"], line["user"], line["metadata"]) == ("trace-1", 200, "ann", {"k": "v"})
+    assert line["completion_tokens"] == named.json()["usage"]["completion_tokens"]
+    assert line["finish_reasons"] == ["stop"]
+
+
+def test_cors_is_off():
+    async def run():
+        async with client(service(saying("x"))) as http:
+            preflight = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+            return await http.options(COMPLETIONS, headers=preflight), await http.get("/v1/models", headers=preflight)
+
+    for response in asyncio.run(run()):
+        assert not [name for name in response.headers if name.lower().startswith("access-control")]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_command_with_zero(tmp_path):
+    command = [sys.executable, "-c", "from spec.cli import main; main()", "serve", "--draft", "none", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        lines = iter(process.stdout.readline, "")
+        url = next(line.split(" at ")[1].strip() for line in lines if line.startswith("serving "))
+        with (
+            httpx.Client(timeout=60) as http,
+            http.stream("POST", f"{url}/completions", json={**ENDLESS, "max_tokens": 300, "stream": True}) as response,
+        ):
+            rest = response.iter_lines()
+            next(rest)
+            process.send_signal(signal.SIGTERM)
+            assert [line for line in rest if line][-1] == "data: [DONE]"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
