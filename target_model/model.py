@@ -166,6 +166,7 @@ class TargetModel(nn.Module):
 
         Attention is causal, so padding on the right changes no row before it.
         """
+        self.check_taps(taps)
         sequences, length = token_ids_RS.shape
         batch = Batch.whole(self.config.block_size, token_ids_RS.to(self.device))
         cache = TransientCache(self.config, batch.block_table.numel(), dtype=self.dtype, device=self.device)

@@ -16,6 +16,7 @@ from types import ModuleType
 from torch import Tensor
 
 from target_model.batch import Batch
+from target_model.errors import UserError
 
 override: str | None = os.environ.get("SPEC_KERNELS")
 
@@ -28,7 +29,7 @@ def _implementation(module: str, operand: Tensor) -> ModuleType:
 @functools.cache
 def _module(module: str, choice: str) -> ModuleType:
     if choice not in ("triton", "reference"):
-        raise ValueError(f"SPEC_KERNELS must be triton or reference, not {choice!r}")
+        raise UserError(f"SPEC_KERNELS must be triton or reference, not {choice!r}")
     return importlib.import_module(f"target_model.kernels.{module}" + ("" if choice == "triton" else "_ref"))
 
 

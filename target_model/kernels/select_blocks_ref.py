@@ -32,8 +32,8 @@ def select_blocks(
     best, order = torch.sort(scores_RMJC, dim=-1, descending=True, stable=True)
     best, order = best[..., :top_k], order[..., :top_k]
     chosen = order.masked_fill(best == float("-inf"), padded.pages).sort(dim=-1).values
-    chosen = chosen.masked_fill(chosen == padded.pages, -1).int()
-    return padded.unpad(F.pad(chosen, (0, top_k - chosen.shape[-1]), value=-1))
+    chosen = padded.unpad(chosen.masked_fill(chosen == padded.pages, -1).int())
+    return chosen if padded.pages >= top_k else F.pad(chosen, (0, top_k - padded.pages), value=-1)
 
 
 def _block_max(scores_RMJS: Tensor, padded: PaddedBatch) -> Tensor:

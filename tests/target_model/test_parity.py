@@ -1,4 +1,7 @@
-"""The target against transformers' MiniMaxM3SparseForConditionalGeneration, both in fp32: logits, hidden states, chosen blocks, greedy text."""
+"""The target equals transformers' MiniMaxM3SparseForConditionalGeneration, both in fp32.
+
+Compared are logits, the states entering every layer, the blocks that MSA chooses, and greedy text.
+"""
 
 import json
 from dataclasses import dataclass
@@ -47,6 +50,8 @@ SHAPES = {
         "top_k_blocks": 3,
         "shared_width": 32,
         "routed_scaling_factor": 1.5,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.5,
         "sparse_layers": (False, True, True, False, True),
         "moe_layers": (True, False, True, True, True),
     },
@@ -95,7 +100,7 @@ def pair(request) -> Pair:
 
 @torch.no_grad()
 def theirs_forward(pair: Pair, ids: list[int]) -> tuple[Tensor, list[Tensor], dict[int, Tensor]]:
-    """Logits [S, V], the states entering each layer with the final normed state last, and the chosen blocks by layer."""
+    """Logits [S, V], the states entering each layer with the final normed state behind them, the blocks by layer."""
     blocks: dict[int, Tensor] = {}
     hooks = [
         module.register_forward_hook(lambda indexer, _, chosen: blocks.update({indexer.layer_idx: chosen[0]}))
@@ -197,7 +202,7 @@ def test_their_incremental_decode(pair: Pair):
 
 @pytest.mark.parametrize("prompt_length", [9, 150])
 def test_greedy_text(m3_tiny: Pair, prompt_length: int):
-    """200 greedy tokens equal those of transformers' generate, over the length at which MSA begins to leave blocks out."""
+    """200 greedy tokens equal those of transformers' generate, past the length at which MSA leaves blocks out."""
     prompt, count = m3_tiny.ids[:prompt_length], 200
     m3_tiny.theirs.generation_config.eos_token_id = None
     theirs = m3_tiny.theirs.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[0].tolist()

@@ -1,4 +1,4 @@
-"""One pass over a tree of guessed tokens equals decoding each of its paths token by token, and after a commit nothing tells them apart."""
+"""One pass over a tree of guessed tokens equals decoding each of its paths; after a commit nothing tells them apart."""
 
 import random
 from dataclasses import dataclass
