@@ -1,6 +1,7 @@
 """The DeepSpeed engine that owns the draft: ZeRO, bf16 with fp32 masters, accumulation, clipping, checkpoints.
 
-The only file that imports deepspeed. No extension is built: AdamW is torch's, and the shared-memory collective is switched off.
+The only file that imports deepspeed. No extension is built: AdamW is torch's, and the shared-memory collective is
+switched off.
 """
 
 import copy
@@ -52,6 +53,8 @@ def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     dtype = config.engine.dtype if config.engine.dtype != "auto" else ("bfloat16" if kind == "cuda" else "float32")
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # cuDNN's attention plans every new shape anew, about 10 ms each: packed rows bring new shapes all the time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", torch.cuda.current_device()), getattr(torch, dtype)
     return torch.device(kind), getattr(torch, dtype)
 
@@ -112,7 +115,8 @@ class DraftEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trained, config=deepspeed_json(config, dtype)
         )
-        # DeepSpeed divides gradients by the micro batches of a step; our row weights are already those of the whole step.
+        # DeepSpeed divides gradients by the micro batches of a step; our row weights are already those of the whole
+        # step.
         self._undo_average = self.engine.gradient_accumulation_steps() * self.engine.world_size
 
     def step(self, micro_batches: list[Features], weights: Tensor, rate: float) -> StepSums:
@@ -142,7 +146,9 @@ class DraftEngine:
         return copied.eval().requires_grad_(False)
 
     def save(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
-        """Writes `directory`/step-N with weights (frozen ones too), optimizer and `state`; it appears whole or not at all."""
+        """Writes `directory`/step-N with weights (frozen ones too), optimizer and `state`; it appears whole or not
+        at all.
+        """
         final = directory / f"step-{step:08d}"
         partial = directory / (final.name + _PARTIAL)
         try:
