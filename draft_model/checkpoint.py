@@ -1,6 +1,7 @@
 """The published checkpoint layout (`config.json` + `model.safetensors`), read strictly and written whole or not at all.
 
-Published names: fc, fc_norm.N, layers.0.* (also read: midlayer.*), norm, embed_tokens, lm_head, and for a pruned vocabulary d2t, t2d.
+Published names: fc, fc_norm.N, layers.0.* (also read: midlayer.*), norm, embed_tokens, lm_head, and for a pruned
+vocabulary d2t, t2d.
 """
 
 import json
@@ -100,7 +101,11 @@ def load_draft(
         raise UserError(f"draft checkpoint {directory} has no {WEIGHTS}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            _load_strict(model, {_normalise(name): name for name in file.keys()}, file, path, dtype, device)  # noqa: SIM118
+            stored = list(file.keys())
+            names = {_normalise(name): name for name in stored}
+            if len(names) != len(stored):
+                raise UserError(f"{path} holds the draft layer twice, as layers.0.* and as midlayer.*")
+            _load_strict(model, names, file, path, dtype, device)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or not a safetensors file: {error}") from None
     return model.eval().requires_grad_(False)
@@ -112,8 +117,6 @@ def _normalise(name: str) -> str:
 
 def _load_strict(model: Eagle3Draft, names: dict[str, str], file, path: Path, dtype: torch.dtype, device) -> None:
     """Fills the meta model from `file`; `names` maps published to stored tensor names."""
-    if len(names) != len(file.keys()):
-        raise UserError(f"{path} holds the draft layer twice, as layers.0.* and as midlayer.*")
 
     def take(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         if name not in names:

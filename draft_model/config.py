@@ -1,4 +1,4 @@
-"""The draft's configuration: the published `LlamaForCausalLMEagle3` JSON, converted once into a frozen dataclass and validated here."""
+"""The draft's configuration: the published `LlamaForCausalLMEagle3` JSON as a validated, frozen dataclass."""
 
 import json
 import logging

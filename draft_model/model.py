@@ -1,7 +1,8 @@
 """The EAGLE-3 draft: one Llama layer over the target's taps, which predicts the token after next.
 
-Shapes: T rows (any leading dimensions in training), A = taps * target hidden, H hidden, Q query heads, K kv heads, D head dim,
-V draft vocabulary. Row t reads the token x[t] and the taps of position t - 1, sits at RoPE position t and predicts x[t + 1]:
+Shapes: T rows (any leading dimensions in training), A = taps * target hidden, H hidden, Q query heads, K kv heads, D
+head dim, V draft vocabulary. Row t reads the token x[t] and the taps of position t - 1, sits at RoPE position t and
+predicts x[t + 1]:
 
     g      = fc(concat(fc_norm_i(tap_i)))          or, at later draft steps, the fed-back state
     input  = concat(input_layernorm(embed(x[t])), hidden_norm(g))            [2H]
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from draft_model.config import DraftConfig
 from target_model.batch import Batch
 from target_model.cache import DraftKVShape, LayerCache
+from target_model.kernels import ops
 
 
 class Eagle3Draft(nn.Module):
@@ -76,7 +78,7 @@ class Eagle3Draft(nn.Module):
         return q_TQD, k_TKD, v_TKD, residual_TH
 
     def _rotate(self, x_TQD: Tensor, positions_T: Tensor) -> Tensor:
-        """RoPE over the whole head. Angles come from the positions themselves: no table that a long context could outgrow."""
+        """RoPE over the whole head. Angles come from the positions: there is no table that a long context outgrows."""
         frequencies = _rope_frequencies(self.config.head_dim, self.config.rope_theta, x_TQD.device)
         angles = positions_T[..., None, None].float() * frequencies
         cos, sin = angles.cos().to(x_TQD.dtype), angles.sin().to(x_TQD.dtype)
@@ -90,12 +92,10 @@ class Eagle3Draft(nn.Module):
         return state_TH + self.down_proj(F.silu(gate) * up)
 
     def forward(self, batch: Batch, feature_TH: Tensor, cache: LayerCache) -> Tensor:
-        """One served draft step: writes the rows' K and V into the draft's cache and attends through it. Returns h [T, H].
+        """One served draft step: writes the rows' K and V into the draft's cache, attends through it, returns h [T, H].
 
         Row of the token at position t: slot t (slot 0 holds nothing), feature of position t - 1.
         """
-        from target_model.kernels import ops
-
         q_TQD, k_TKD, v_TKD, residual_TH = self.attention_inputs(batch.token_ids, feature_TH, batch.positions)
         ops.write_kv(k_TKD, v_TKD, cache.k, cache.v, batch)
         scale = self.config.head_dim**-0.5

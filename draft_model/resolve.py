@@ -1,6 +1,7 @@
 """From a draft's name to its files, with a sentence that says what was chosen and why.
 
-`eagle3` means: the draft bundled for the target, else the best run trained for it, else the published one. A path or a hub id also works.
+`eagle3` means: the draft bundled for the target, else the best run trained for it, else the published one. A path or a
+hub id also works.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
 """Attention of one training-time-test step, two implementations of one definition.
 
-R rows, S tokens, Q query heads, K kv heads, D head dim, C own-column keys. The query of row p at step k attends to the step-0 keys of the
-rows p' <= p of its document and, with the same softmax, to its own column: the keys of row p at steps 1..k, itself included.
+R rows, S tokens, Q query heads, K kv heads, D head dim, C own-column keys. The query of row p at step k attends to the
+step-0 keys of the rows p' <= p of its document and, with the same softmax, to its own column: the keys of row p at
+steps 1..k, itself included.
 
     out[p] = softmax([q[p] . k0[p' <= p], q[p] . k1[p], ..., q[p] . kk[p]] * scale) @ [v0[p' <= p], v1[p], ..., vk[p]]
 """
@@ -85,8 +86,9 @@ def flash_attention(
 class _FlashWithColumns(torch.autograd.Function):
     """Merges flash attention over the step-0 keys with the own column by their log-sum-exps.
 
-    With the merged output O and log-sum-exp L, the gradient of the part over the step-0 keys is the usual flash backward evaluated at
-    (O, L): ds = exp(s - L) * (dO . v - dO . O). So PyTorch's backward kernel is called with the merged O and L.
+    With the merged output O and log-sum-exp L, the gradient of the part over the step-0 keys is the usual flash
+    backward evaluated at (O, L): ds = exp(s - L) * (dO . v - dO . O). So PyTorch's backward kernel is called with the
+    merged O and L.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Rows of text -> documents of token ids with supervised spans -> rectangular training rows.
 
-N training rows, S tokens in a row. A row holds one document, or with packing several; a document longer than a row is split or truncated.
+N training rows, S tokens in a row. A row holds one document, or with packing several; a document longer than a row is
+split or truncated.
 """
 
 import gzip
@@ -35,7 +36,8 @@ class Document:
 
 @dataclass(frozen=True)
 class TrainingRows:
-    """int32 [N, S] each. `documents` counts the documents of a row from 1, 0 is padding; a span number is unique in its row.
+    """int32 [N, S] each. `documents` counts the documents of a row from 1, 0 is padding; a span number is unique in its
+    row.
 
     dropped counts the input rows that were left out, by reason; `tokens` and `supervised` count what was kept.
     """
@@ -68,8 +70,9 @@ class TrainingRows:
 def valid_steps(documents: np.ndarray, spans: np.ndarray, steps: int) -> np.ndarray:
     """How many TTT steps of row p count, 0..`steps`: int32, same shape as the inputs [.., S].
 
-    Row (p, k) reads the feature of p and the tokens x[p+1..p+1+k] and is judged on x[p+2+k]. It counts only if p..p+2+k lie in one
-    document and x[p+1..p+2+k] in one supervised span. Spans are contiguous, so row p has as many steps as tokens follow x[p+1] in its span.
+    Row (p, k) reads the feature of p and the tokens x[p+1..p+1+k] and is judged on x[p+2+k]. It counts only if p..p+2+k
+    lie in one document and x[p+1..p+2+k] in one supervised span. Spans are contiguous, so row p has as many steps as
+    tokens follow x[p+1] in its span.
     """
     length = spans.shape[-1]
     # end[i]: index of the last token of the span that token i lies in, found from the right.
@@ -146,7 +149,7 @@ def _tokenise(
     raw: dict[str, Any], where: str, tokenizer: Tokenizer, config: DataConfig, dropped: Counter
 ) -> Document | None:
     if "token_ids" in raw:
-        return _tokenised(raw, where)
+        return _tokenised(raw, where, tokenizer.vocab_size)
     if "text" in raw:
         if not isinstance(raw["text"], str) or not raw["text"]:
             dropped["without text"] += 1
@@ -169,11 +172,11 @@ def _tokenise(
     return Document(np.array(ids, np.int32), (np.cumsum(starts) * mask).astype(np.int32))
 
 
-def _tokenised(raw: dict[str, Any], where: str) -> Document:
-    """A row whose ids are those the target produced, from `answer_start` on (`spec data regenerate` writes such rows)."""
+def _tokenised(raw: dict[str, Any], where: str, vocab_size: int) -> Document:
+    """A row with the very ids that the target produced, from `answer_start` on: `spec regenerate` writes such rows."""
     ids, start = raw["token_ids"], raw.get("answer_start")
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise UserError(f"{where}: token_ids must be a list of integers")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        raise UserError(f"{where}: token_ids must be a list of integers below {vocab_size}, the tokenizer's size")
     if type(start) is not int or not 0 < start < len(ids):
         raise UserError(f"{where}: answer_start must be an index into token_ids, not {start!r}")
     spans = np.zeros(len(ids), np.int32)

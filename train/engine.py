@@ -11,8 +11,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
+
+if not torch.cuda.is_available():
+    # Read when deepspeed is imported: without it a machine without a GPU is warned about.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
 from deepspeed.accelerator import set_accelerator
 from torch import Tensor, nn
 
@@ -115,8 +120,7 @@ class DraftEngine:
         self.engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, model_parameters=trained, config=deepspeed_json(config, dtype)
         )
-        # DeepSpeed divides gradients by the micro batches of a step; our row weights are already those of the whole
-        # step.
+        # DeepSpeed averages over micro batches and ranks; our row weights are already those of the whole step.
         self._undo_average = self.engine.gradient_accumulation_steps() * self.engine.world_size
 
     def step(self, micro_batches: list[Features], weights: Tensor, rate: float) -> StepSums:
@@ -146,9 +150,7 @@ class DraftEngine:
         return copied.eval().requires_grad_(False)
 
     def save(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
-        """Writes `directory`/step-N with weights (frozen ones too), optimizer and `state`; it appears whole or not
-        at all.
-        """
+        """Writes `directory`/step-N: weights (frozen ones too), optimizer, `state`. It appears whole or not at all."""
         final = directory / f"step-{step:08d}"
         partial = directory / (final.name + _PARTIAL)
         try:

@@ -1,7 +1,7 @@
 """What the draft learns from: the frozen target's taps and final states beside the tokens they belong to.
 
-`Features` is the seam of training: nothing behind it knows where they came from. N training rows in all, R of them in a batch,
-S tokens in a row, A width of the concatenated taps, H target hidden size.
+`Features` is the seam of training: nothing behind it knows where they came from. N training rows in all, R of them in a
+batch, S tokens in a row, A width of the concatenated taps, H target hidden size.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def document_positions(documents: np.ndarray) -> np.ndarray:
 class OnlineCapture:
     """Runs the frozen target in this process and hands out its features.
 
-    With `cache` the taps and final states of every row are kept in host memory after the first time, so that several epochs over a
-    small data set cost one pass of the target.
+    With `cache` the taps and final states of every row are kept in host memory after the first time, so that several
+    epochs over a small data set cost one pass of the target.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The draft before its first step: sizes from the settings and the target, weights copied from the target where they exist there."""
+"""The draft before its first step: sizes from settings and target, weights copied from the target where it has them."""
 
 import math
 
@@ -16,7 +16,7 @@ from train.data import TrainingRows
 
 
 def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
-    """Sizes that the settings leave out follow the target: its width, heads, RoPE and length; three times its width for the MLP."""
+    """Sizes that the settings leave out follow the target; the MLP is three times as wide as the residual stream."""
     heads = settings.num_heads or target.num_heads
     return DraftConfig(
         hidden_size=target.hidden_size,
@@ -39,7 +39,7 @@ def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
 
 
 def choose_vocabulary(rows: TrainingRows, size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The `size` most frequent supervised tokens (ties: lower id), ascending int64, and the share of the tokens they cover."""
+    """The `size` most frequent supervised tokens (ties: lower id), ascending, and the share of tokens they cover."""
     counts = np.bincount(rows.token_ids[rows.spans > 0], minlength=vocab_size)
     kept = np.sort(np.argsort(-counts, kind="stable")[:size])
     return torch.from_numpy(kept.astype(np.int64)), float(counts[kept].sum() / counts.sum())
@@ -82,7 +82,7 @@ def copy_from_target(draft: Eagle3Draft, target: TargetModel, rows: TrainingRows
 
 
 def set_trainable(draft: Eagle3Draft, settings: DraftSettings) -> None:
-    """Freezes what the settings do not train. A frozen embedding stays equal to the target's, which some servers rely on."""
+    """Freezes what the settings do not train. Some servers rely on an embedding equal to the target's."""
     draft.requires_grad_(True)
     draft.embed_tokens.weight.requires_grad_(settings.train_embedding)
     draft.lm_head.weight.requires_grad_(settings.train_head)

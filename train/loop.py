@@ -50,8 +50,9 @@ def train(
 ) -> TrainResult:
     """Runs or continues a training run.
 
-    `judge` gets a frozen copy of the draft, at the precision of its export, and returns measurements with the key "al", by which the best
-    checkpoint is chosen; without a judge the last one is exported. `stop_after` ends after that step, as an interruption would.
+    `judge` gets a frozen copy of the draft, at the precision of its export, and returns measurements with the key "al",
+    by which the best checkpoint is chosen; without a judge the last one is exported. `stop_after` ends after that step,
+    as an interruption would.
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)

@@ -1,8 +1,9 @@
 """Loss of all TTT steps against the target's distribution, in chunks: logits of [tokens, vocabulary] never exist.
 
 R rows, S tokens, T = R * S flattened, H hidden, V draft vocabulary, W target vocabulary, C rows of a chunk.
-Row p of step k predicts x[p + 2 + k], for which the target's distribution comes from its final state at p + 1 + k. So the states of all
-steps that share a label share one teacher distribution: a chunk of positions needs one teacher product for all steps.
+Row p of step k predicts x[p + 2 + k], for which the target's distribution comes from its final state at p + 1 + k. So
+the states of all steps that share a label share one teacher distribution: a chunk of positions needs one teacher
+product for all steps.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Teacher:
     kept_ids: Tensor | None
 
     def distribution(self, state_CH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log p over the draft's vocabulary [C, V], renormalised there; argmax over the target's [C]; log of the kept mass [C, 1]."""
+        """log p over the draft's vocabulary, renormalised [C, V]; target's argmax [C]; log of the kept mass [C, 1]."""
         logits_CW = torch.nn.functional.linear(state_CH, self.head_WH).float()
         best_C = logits_CW.argmax(-1)
         if self.kept_ids is None:
@@ -54,7 +55,7 @@ class StepSums:
         """tau_sim, loss by step, alpha by step, accuracy by step given that all earlier steps hit."""
         rows, loss, alpha, _, joint = (tensor.tolist() for tensor in self.tensors())
         share = [j / max(n, 1) for j, n in zip(joint, rows, strict=True)]
-        # Rows thin out towards the end of a span; the joint hits of step k are compared with the rows that have a step k.
+        # Rows thin out towards the end of a span: joint hits of step k are a share of the rows that have a step k.
         return {
             "tau_sim": 1 + sum(share),
             "step_loss": [a / max(n, 1) for a, n in zip(loss, rows, strict=True)],
@@ -67,7 +68,7 @@ class StepSums:
 
 
 def step_weights(counts: Tensor, decay: float) -> Tensor:
-    """Weight of one row's loss, by step: w_k / N_k / sum of w over the steps that have rows, w_k = decay^k. fp32 [steps]."""
+    """fp32 [steps]: a row's weight w_k / N_k / sum of w, w_k = decay^k; steps without rows are left out."""
     counts = counts.double()
     weights = decay ** torch.arange(len(counts), dtype=torch.float64, device=counts.device)
     weights = torch.where(counts > 0, weights, 0.0)
@@ -81,8 +82,9 @@ def count_rows(valid_steps: Tensor, steps: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """kind kl: KL(p || q). lk: w * KL + (1 - w) * (1 - alpha), alpha = sum min(p, q), w = exp(-eta * alpha) without gradient.
+    """What a row's loss is.
 
+    kl: KL(p || q). lk: w * KL + (1 - w) * (1 - alpha), alpha = sum min(p, q), w = exp(-eta * alpha) without gradient.
     Under a pruned vocabulary the KL uses p renormalised over the kept tokens, alpha the true p.
     with_alpha: alpha is measured also when the loss does not need it.
     """
@@ -118,8 +120,9 @@ def ttt_loss(
 ) -> tuple[Tensor, StepSums]:
     """Sum over steps k and their rows of weights[k] * loss(row): fp32 scalar, and the sums for metrics.
 
-    normed_states: [M_k, H] a step, of the flat `rows` [M_k] that count; final_state [R, S, target H]; valid_steps int64 [R, S];
-    weights fp32 [steps] (see `step_weights`). Gradients of states and head are made in the forward pass, chunk by chunk.
+    normed_states: [M_k, H] a step, of the flat `rows` [M_k] that count; final_state [R, S, target H]; valid_steps int64
+    [R, S]; weights fp32 [steps] (see `step_weights`). Gradients of states and head are made in the forward pass, chunk
+    by chunk.
     """
     plan = _Plan(final_state.flatten(0, 1), valid_steps.flatten(), rows, weights, teacher, settings)
     return _ChunkedLoss.apply(plan, head_VH, *normed_states), plan.sums
@@ -168,7 +171,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _rows_of_step(plan: _Plan, chunk: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
-    """Places in the states of `step` of the rows that share their label with the chunk's anchors, and which anchors (None: all).
+    """Places, in the states of `step`, of the rows with the labels of the chunk's anchors; which anchors (None: all).
 
     An anchor is a row a that counts at step 0; row a - step at `step` has the same label x[a + 2].
     """

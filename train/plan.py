@@ -61,7 +61,8 @@ def _memory(
     stage = config.engine.zero_stage
     optimizer = (12 if element == 2 else 8) * trained // (world if stage >= 1 else 1)
     gradients = element * trained // (world if stage >= 2 else 1)
-    # A step keeps about: input 2H, q, k, v and output, residual, MLP 3I, normed state 2H; the own column repeats q's width.
+    # A step keeps about: input 2H, q, k, v and output, residual, MLP 3I, normed state 2H; the own column repeats q's
+    # width.
     hidden, heads = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     per_row = 6 * hidden + 4 * heads + 3 * sizes.intermediate_size
     return [

@@ -1,13 +1,17 @@
-"""A start from least squares: before the first gradient step the draft already is the best linear predictor of the target's next state.
+"""A start from least squares: before the first gradient step the draft already is the best linear predictor of the
+target's next state.
 
-Y = target hidden H, E = embedding, n(x) = x / rms(x). Three ridge regressions on captured rows, in the units of the target's final state f:
+Y = target hidden H, E = embedding, n(x) = x / rms(x). Three ridge regressions on captured rows, in the units of the
+target's final state f:
 
-    G: n(taps[p])                -> f[p]                        becomes fc: the feature means the same as the state fed back later
-    M: (n(e(x[p+1])), n(G taps)) -> f[p+1] / final norm weight  becomes attention: value and output projections
-       refitted on its own first predictions too, so that it continues from them as well
+    G: n(taps[p]) -> f[p]
+       becomes fc: the feature means the same as the state that is fed back later
+    M: (n(e(x[p+1])), n(G taps)) -> f[p+1] / final norm weight
+       becomes attention's value and output projections; refitted on its own first predictions too
 
-Attention carries the linear map because queries equal keys there: a row finds itself (or a row with the same token and state) and its value is
-the map of its own input. The MLP and the heads that are not needed start at zero output and are free to learn.
+Attention carries the linear map because queries equal keys there: a row finds itself (or a row with the same token and
+state) and its value is the map of its own input. The MLP and the heads that are not needed start at zero output and are
+free to learn.
 """
 
 from collections.abc import Iterator
@@ -38,7 +42,7 @@ def start_from_regression(
             "draft.initialisation=regression needs fc_norm=true, norm_before_residual=false, attention_bias=false"
         )
     gather = _Rows(draft, target)
-    fc = _ridge((taps, state) for taps, _, states in gather(batches, 0) for state in [states[0]])
+    fc = _ridge((taps, states[0]) for taps, _, states in gather(batches, 0))
     norm_weight = target.norm.scale.float()
 
     def first_input(taps: Tensor, embedded: list[Tensor]) -> Tensor:
@@ -70,7 +74,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class _Rows:
-    """Regression rows out of captured features: (normed taps [N, A], embeddings of x[p+1], x[p+2], .., states of p, p+1, ..)."""
+    """Regression rows of captured features: normed taps [N, A], embeddings of x[p+1], .., final states of p, p+1, .."""
 
     def __init__(self, draft: Eagle3Draft, target: TargetModel):
         self.num_aux, self.embedding = draft.config.num_aux, target.embed_tokens.weight
@@ -119,7 +123,7 @@ def _write_attention(draft: Eagle3Draft, layer_map: Tensor, seed: int) -> None:
 
 
 def _temperature(predicted: Tensor, state: Tensor, draft: Eagle3Draft, teacher: Teacher) -> float:
-    """The scale of the predicted state that gives the lowest KL: a linear prediction is less certain than its unit length says."""
+    """The scale with the lowest KL: a linear prediction is less certain than its unit length says."""
     sample = slice(0, 1024)
     log_p, _, _ = teacher.distribution(state[sample].to(teacher.head_WH.dtype))
     logits = F.linear(predicted[sample], draft.lm_head.weight.float())

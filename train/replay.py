@@ -1,7 +1,8 @@
 """al_replay: the acceptance length of a greedy chain, without a server.
 
-Walk the target's own greedy text: at committed length P the draft predicts k tokens in a chain from true features, the accepted ones are
-those that equal the text, and P moves on by accepted + 1. In fp32 this equals the served AL of a greedy chain of length k.
+Walk the target's own greedy text: at committed length P the draft predicts k tokens in a chain from true features, the
+accepted ones are those that equal the text, and P moves on by accepted + 1. In fp32 this equals the served AL of a
+greedy chain of length k.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ from train.ttt import unroll, valid_rows
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """Over all prompts: verify steps, tokens they emitted, drafted tokens among these; accepted_at[i]: steps that accepted more than i."""
+    """Sums over all prompts: verify steps, tokens they emitted, drafted tokens among these.
+
+    accepted_at[i]: steps that accepted more than i tokens.
+    """
 
     steps: int
     emitted: int
@@ -33,10 +37,11 @@ class ReplayResult:
 
 @torch.no_grad()
 def chain_predictions(draft: Eagle3Draft, target: TargetModel, token_ids: Sequence[int], length: int) -> Tensor:
-    """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1; else -1.
+    """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1;
+    else -1.
 
-    A chain feeds its own proposals back, while the unrolled rows read the true text: both agree as long as the chain is right, and behind
-    its first miss nothing counts.
+    A chain feeds its own proposals back, while the unrolled rows read the true text: both agree as long as the chain is
+    right, and behind its first miss nothing counts.
     """
     ids = torch.tensor([list(token_ids)], device=target.device)
     final, aux = target.capture(ids, draft.config.taps)
@@ -59,7 +64,7 @@ def replay(
     texts: Sequence[tuple[Sequence[int], Sequence[int]]],
     length: int,
 ) -> ReplayResult:
-    """Replays (prompt ids, answer ids) pairs, the answers generated greedily by the target, with chains of `length` tokens.
+    """Replays (prompt ids, answer ids) pairs with chains of `length` tokens; the answers are the target's greedy ones.
 
     The first answer token comes from the prompt's own pass and belongs to no step.
     """

@@ -1,4 +1,4 @@
-"""The folder of a run: run.json (what it is and how far it got), draft/ (the best export), state/ (checkpoints), log.jsonl."""
+"""A run's folder: run.json (what it is, how far it got), draft/ (the best export), state/ (checkpoints), log.jsonl."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ class RunFolder:
         self._config = config
 
     def prepare(self, total_steps: int) -> Path | None:
-        """Makes the folder, or finds the checkpoint that this run continues from. A run with other settings is refused."""
+        """Makes the folder, or finds the checkpoint to continue from. A run with other settings is refused."""
         record = self.path / "run.json"
         if not self._config.resume and self.path.exists():
             if not record.exists() and any(self.path.iterdir()):

@@ -1,4 +1,4 @@
-"""Which rows an optimizer step sees and at what learning rate: functions of the step number alone, so a resumed run continues exactly."""
+"""Rows and learning rate of an optimizer step: functions of its number alone, so a resumed run continues exactly."""
 
 import math
 
@@ -26,7 +26,7 @@ def total_steps(schedule: ScheduleConfig, rows: int, tokens: int, global_batch: 
 
 
 class DataOrder:
-    """An endless stream of row numbers: a fresh permutation each epoch, batches running on across the border of epochs."""
+    """An endless stream of row numbers: a fresh permutation each epoch, batches running on across their borders."""
 
     def __init__(self, rows: int, global_batch: int, seed: int):
         self.rows, self.global_batch, self.seed = rows, global_batch, seed

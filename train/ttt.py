@@ -1,8 +1,9 @@
 """Training-time test: the draft unrolled over its own states, as it will be served.
 
-R rows, S tokens in a row, A taps' width, H hidden. Row p of step k reads the token x[p + 1 + k] and, at step 0, the target's taps of p,
-later the draft's own state of row p at step k - 1; it sits at RoPE position p + 1 + k and predicts x[p + 2 + k]. Its query sees the step-0
-keys of the rows up to p (never shifted) and its own column of later steps: what a served draft sees when it drafts from p.
+R rows, S tokens in a row, A taps' width, H hidden. Row p of step k reads the token x[p + 1 + k] and, at step 0, the
+target's taps of p, later the draft's own state of row p at step k - 1; it sits at RoPE position p + 1 + k and predicts
+x[p + 2 + k]. Its query sees the step-0 keys of the rows up to p (never shifted) and its own column of later steps: what
+a served draft sees when it drafts from p.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ AttentionKind = Literal["auto", "explicit", "flash"]
 
 
 def valid_rows(valid_steps_RS: Tensor, steps: int) -> list[Tensor]:
-    """For each step the rows that count, as indices into the flattened [R * S], ascending. Later steps' rows are among the earlier ones'."""
+    """The rows that count at each step: ascending indices into the flattened [R * S], each step's among the last's."""
     flat = valid_steps_RS.flatten()
     return [(flat > step).nonzero()[:, 0] for step in range(steps)]
 
@@ -37,7 +38,8 @@ def unroll(
     ids, positions = features.token_ids.flatten(), features.positions.flatten()
     # x[p + 1]: behind a row's end any token will do, such rows never count.
     next_ids = nn.functional.pad(features.token_ids[:, 1:], (0, 1))
-    q, k0, v0, residual = draft.attention_inputs(next_ids, draft.project(features.aux), features.positions + 1)
+    feature = draft.project(features.aux)
+    q, k0, v0, residual = draft.attention_inputs(next_ids, feature, features.positions + 1)
     residual = residual.flatten(0, 1).index_select(0, rows[0])
     own_k: list[Tensor] = []
     own_v: list[Tensor] = []
