@@ -38,7 +38,7 @@ DEPTH_STYLES = (
 NEXT = (
     ("spec serve --draft eagle3", "an OpenAI-compatible server with the bundled pair on port 8000"),
     ("spec bench acceptance --prompts 3", "chains of 1 to 7 and a tree on three suites"),
-    ("spec train --config demo name=longer schedule.steps=2000", "the same draft, trained for longer"),
+    ("spec train --config demo name=longer schedule.epochs=8", "the same draft, trained for longer"),
     ("spec doctor", "what works on this machine"),
 )
 
@@ -46,7 +46,8 @@ NEXT = (
 def run(*, steps: int | None, prompts: int, tokens: int, seed: int) -> list[Row]:
     """Runs the demo; `steps` None trains as long as configs/demo.yaml says."""
     console = Console()
-    config = load_config("demo", [f"target={TARGET}", "resume=false", *([f"schedule.steps={steps}"] if steps else [])])
+    length = [] if steps is None else ["schedule.epochs=null", f"schedule.steps={steps}"]
+    config = load_config("demo", [f"target={TARGET}", "resume=false", *length])
     console.rule("1. the target, and a draft trained for it")
     bundled = load_pair(TARGET, "eagle3", config.engine.device)
     console.print(f"{bundled.description}\ntraining another draft from scratch: {config.run_directory}")

@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.options import Device, Seed, Target
+
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
 
 @bench.command()
 def acceptance(
-    target: Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")] = "m3-tiny",
+    target: Target = "m3-tiny",
     draft: Annotated[
         str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, or a hub id.")
     ] = "eagle3",
@@ -30,8 +32,8 @@ def acceptance(
         typer.Option(help="Temperatures, comma separated; above 0 with top_p 0.95 and top_k 40. 1 is always shown."),
     ] = "0,1",
     thinking: Annotated[bool, typer.Option(help="Ask with thinking enabled.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled runs; prompt i uses seed + i.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N. Default: cuda where there is one.")] = "auto",
+    seed: Seed = 0,
+    device: Device = "auto",
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
 ) -> None:
     """How many drafted tokens the target accepts, and the speed-up over plain decoding in the same run."""

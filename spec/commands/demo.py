@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.options import Seed
+
 
 def demo(
     steps: Annotated[
@@ -11,7 +13,7 @@ def demo(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of HumanEval to decode.")] = 5,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt, at most.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
+    seed: Seed = 0,
 ) -> None:
     """Train a small draft for the bundled target, then decode real prompts with and without it."""
     from spec.demo import run

@@ -5,22 +5,24 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.options import Device, Draft, Seed, Target, draft_name
+
 
 def regenerate(
     sources: Annotated[list[str], typer.Argument(help="JSONL files with `messages` (also .xz, .gz).")],
     output: Annotated[Path, typer.Option(help="JSONL file to write; an interrupted one is continued.")],
-    target: Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")] = "m3-tiny",
-    draft: Annotated[str, typer.Option(help="Draft that speeds it up, or none.")] = "eagle3",
+    target: Target = "m3-tiny",
+    draft: Draft = "eagle3",
     turns: Annotated[str, typer.Option(help="Assistant turns to answer: first or all.")] = "first",
     temperature: Annotated[float, typer.Option(help="0 is greedy; above it with top_p 0.95 and top_k 40.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens for each answer, at most.")] = 512,
     thinking: Annotated[str, typer.Option(help="enabled, disabled or adaptive.")] = "disabled",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
+    seed: Seed = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Answers in flight.")] = 32,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first rows.")] = None,
     part: Annotated[int, typer.Option(min=0, help="This process's share of the rows, from 0.")] = 0,
     parts: Annotated[int, typer.Option(min=1, help="Processes that share the rows.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N. Default: cuda where there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Rewrite the answers of conversations with the target's own text, which is what a draft has to predict."""
     from serve.load import load_engine
@@ -40,8 +42,8 @@ def regenerate(
         part=part,
         parts=parts,
     )
-    chosen = None if draft == "none" else draft
-    engine, tokenizer, about = load_engine(target, chosen, device=choose_device(device), max_running=concurrency)
+    place = choose_device(device)
+    engine, tokenizer, about = load_engine(target, draft_name(draft), device=place, max_running=concurrency)
     print("\n".join(about.lines))
     counts = run(engine, tokenizer, settings)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))

@@ -4,14 +4,14 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.options import Device, Draft, Target, draft_name
+
 TYPES = ("float32", "bfloat16", "float16")
 
 
 def serve(
-    target: Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")] = "m3-tiny",
-    draft: Annotated[
-        str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, a hub id, or none for plain decoding.")
-    ] = "eagle3",
+    target: Target = "m3-tiny",
+    draft: Draft = "eagle3",
     tree: Annotated[
         str | None,
         typer.Option(
@@ -21,7 +21,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     model_name: Annotated[str | None, typer.Option(help="Name that clients use. Default: the target's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N. Default: cuda where there is one.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
     ] = None,
@@ -53,7 +53,7 @@ def serve(
     run(
         ServeOptions(
             target=target,
-            draft=None if draft == "none" else draft,
+            draft=draft_name(draft),
             tree=None if tree is None else TreeConfig.parse(tree),
             host=host,
             port=port,

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +18,10 @@ def train(
     target: Annotated[
         str | None, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory. Default: the recipe's.")
     ] = None,
-    config: Annotated[str, typer.Option(help="Recipe: a name under configs/, or the path of a YAML file.")] = "demo",
+    config: Annotated[
+        str | None,
+        typer.Option(help="Recipe: a name under configs/, or a YAML file. Default: the target's, without target demo."),
+    ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print the resolved run with its memory and disk, and stop.")
     ] = False,
@@ -30,7 +34,7 @@ def train(
     from train.config import load_config
 
     named = [] if target is None else [f"target={json.dumps(target)}"]
-    settings = load_config(config, [*named, *(overrides or [])])
+    settings = load_config(config or _recipe(target), [*named, *(overrides or [])])
     if plan:
         from target_model.resolve import target_config
         from train.plan import plan as describe
@@ -44,3 +48,17 @@ def train(
     if os.environ.get("RANK", "0") == "0":
         measured = "" if result.best is None else f", AL {result.best['al']:.2f} at step {result.best['step']}"
         print(f"trained {result.step} steps{measured}\nserve it: spec serve --draft {result.draft}")
+
+
+def _recipe(target: str | None) -> str:
+    """The recipe named after a target, in lower case; the demo's where no target was named."""
+    import configs
+    from target_model.errors import UserError
+
+    if target is None:
+        return "demo"
+    name = target.removeprefix("MiniMaxAI/").lower()
+    known = sorted(path.stem for path in Path(configs.__file__).parent.glob("*.yaml"))
+    if name not in known:
+        raise UserError(f"no recipe is named after target {target}: choose one with --config ({', '.join(known)})")
+    return name

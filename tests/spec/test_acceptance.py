@@ -99,6 +99,16 @@ def test_emitted_tokens_are_those_of_the_answers(untrained_draft):
     assert engine.generate(prompts, params)[0].stop_token == stop
 
 
+def test_the_plain_engine_drafts_nothing_and_the_others_do(untrained_draft):
+    pair = load_pair("m3-tiny", untrained_draft, "cpu")
+    prompt, params = pair.render("Hello!"), sampling_params(1.0, 8, 0)
+    drafted = [
+        sum(step.drafted for step in pair.engine(tree, 128).generate([prompt], params)[0].steps)
+        for tree in (None, CHAIN_3)
+    ]
+    assert drafted[0] == 0 and drafted[1] > 0
+
+
 def test_command_prints_tables_and_json(monkeypatch, capsys, tmp_path, untrained_draft):
     target = tmp_path / "deep" / "result.json"
     arguments = (

@@ -56,6 +56,7 @@ def test_help_names_every_command(monkeypatch, capsys, command):
         (["train", "just-a-word", "--plan"], "just-a-word"),
         (["train", "--config", "no-such-recipe", "--plan"], "no-such-recipe"),
         (["train", "--target", "no-such-target", "--plan"], "no-such-target"),
+        (["train", "--config", "demo", "--target", "no-such-target", "--plan"], "no-such-target"),
         (["serve", "--prot", "1"], "--prot"),
         (["serve", "--tree", "4,2"], "depth,width,nodes"),
         (["serve", "--dtype", "int3"], "int3"),
