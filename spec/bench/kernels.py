@@ -6,7 +6,7 @@ bytes that must move over the copy bandwidth and the multiplications over the bf
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -74,7 +74,9 @@ class Timer:
             run()
         pairs = []
         for _ in range(repeats):
-            torch.sum(self.flush, 0, out=self.sink)  # read, not written: dirty lines would be written back in the timed part
+            torch.sum(
+                self.flush, 0, out=self.sink
+            )  # read, not written: dirty lines would be written back in the timed part
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             run()
@@ -202,19 +204,16 @@ def attention_work(batch: Batch, blocks_TKN: Tensor) -> tuple[tuple[float, float
     return moved, operations
 
 
-def attention_rows(timer: Timer, machine: Machine, wanted: str) -> list[Row]:
-    """The decode, tree and prefill cases whose name contains `wanted`."""
+def attention_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> Iterator[Row]:
+    """MSA in decode, tree verification and prefill."""
     cases = [(f"decode B{b} {c}k", "decode", (b, c * 1024)) for b in (1, 16, 64) for c in (8, 32, 128)]
     cases += [(f"tree B{b}x{n} 32k", "tree", (b, n, 32768)) for b in (1, 8, 32) for n in (8, 16, 64)]
     cases += [(f"prefill {c}k", "prefill", (c * 1024,)) for c in (8, 32, 128)]
     make = {"decode": decode_batch, "tree": tree_batch, "prefill": prefill_batch}
-    rows = []
     for name, kind, arguments in cases:
-        if wanted in name:
-            rows.append(attention_case(name, make[kind](*arguments), timer, machine, kind=kind))
-            print(line(rows[-1]), flush=True)
+        if wanted(name):
+            yield attention_case(name, make[kind](*arguments), timer, machine, kind=kind)
             torch.cuda.empty_cache()
-    return rows
 
 
 def line(row: Row) -> str:
@@ -226,16 +225,34 @@ def line(row: Row) -> str:
 
 
 def main(wanted: str = "") -> dict:
-    """Runs the cases whose name contains `wanted`, prints the table and, last, one JSON line, which it also returns."""
+    """Runs the cases whose name contains one of the words in `wanted` (comma-separated; "": all), prints the table and, last, one
+    JSON line, which it also returns."""
+    from spec.bench import kernel_cases  # imports this module
+
     if not torch.cuda.is_available():
         raise UserError("spec bench kernels needs a CUDA device")
     torch.manual_seed(0)
     timer = Timer()
     machine = measure_machine(timer)
-    print(
-        f"{machine.name}: copy {machine.bandwidth / 1e12:.2f} TB/s, bf16 matmul {machine.matmul_rate / 1e12:.0f} TFLOP/s"
+    rates = f"copy {machine.bandwidth / 1e12:.2f} TB/s, bf16 matmul {machine.matmul_rate / 1e12:.0f} TFLOP/s"
+    print(f"{machine.name}: {rates}", flush=True)
+
+    def chosen(name: str) -> bool:
+        return any(word in name for word in wanted.split(","))
+
+    rows: list[Row] = []
+    groups = (
+        attention_rows,
+        kernel_cases.dense_rows,
+        kernel_cases.row_kernel_rows,
+        kernel_cases.expert_rows,
+        kernel_cases.loss_rows,
     )
-    rows = attention_rows(timer, machine, wanted)
+    for group in groups:
+        for row in group(timer, machine, chosen):
+            rows.append(row)
+            print(line(row), flush=True)
+        torch.cuda.empty_cache()
     result = {"device": machine.name, "bandwidth": machine.bandwidth, "matmul_rate": machine.matmul_rate}
     result["rows"] = [asdict(row) for row in rows]
     print(json.dumps(result))

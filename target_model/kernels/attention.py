@@ -67,8 +67,8 @@ def attention_kernel(
     k_pool,  # [P, B, K, D]
     v_pool,  # [P, B, K, D]
     out,  # [T, Q, D]
-    partial,  # [parts, T, Q, D] in any order of its first axes (strides below), used with PARTIAL
-    lse,  # fp32, same order without D: log2 of the sum of exponentials
+    partial,  # fp32 [SPLITS, T, Q, D], used with SPLITS > 1
+    lse,  # fp32 [SPLITS, T, Q]: log2 of the sum of exponentials
     row_start,  # int32 [R + 1]
     committed,  # int32 [R]
     slots,  # int64 [T]
@@ -80,9 +80,7 @@ def attention_kernel(
     union_pages,  # int32, same shape: their pages
     union_rows,  # int32, same shape: bit i set = row i of the tile chose the block
     union_count,  # int32 [tiles, K]
-    part_stride,  # of lse, and of partial in units of D
-    row_stride,
-    first_part,
+    part_stride,  # T * Q
     q_stride,
     table_width,
     list_width,
@@ -99,7 +97,6 @@ def attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
-    PARTIAL: tl.constexpr,
     FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -147,9 +144,6 @@ def attention_kernel(
         ids = tl.load(choice + list_at + n, mask=n < N, other=-1)
         total = tl.sum(((ids >= 0) & (ids * PAGE < highest)).to(tl.int32), 0) * STEPS
         full = 0  # memory-bound: one masked loop
-    elif MODE == "scratch":
-        total = 0
-        full = 0
     else:
         total = tl.load(union_count + (start // BLOCK_T + r + tile) * HEADS + head) * STEPS
         full = total
@@ -215,19 +209,10 @@ def attention_kernel(
     at = row * (HEADS * GROUP) + q_head
     result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     log_sum = tl.where(row_sum > 0, row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
-    if PARTIAL:
-        part = at * row_stride + (first_part + split).to(tl.int64) * part_stride
+    if SPLITS > 1:
+        part = split.to(tl.int64) * part_stride + at
         tl.store(lse + part, log_sum, mask=row_ok)
         tl.store(partial + part[:, None] * D + d[None, :], result.to(partial.dtype.element_ty), mask=row_ok[:, None])
-        if MODE == "scratch":  # parts that no other program writes: entries of -1, and blocks without a committed key
-            for i in range(N):
-                block = tl.load(choice + (row * HEADS + head) * N + i, mask=row_ok, other=0)
-                empty = (block < 0) | (block * PAGE >= known)
-                tl.store(
-                    lse + at * row_stride + i * part_stride,
-                    tl.full([BLOCK_M], float("-inf"), tl.float32),
-                    mask=row_ok & empty,
-                )
     else:
         tl.store(lse + at, log_sum, mask=row_ok)
         tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=row_ok[:, None])
@@ -235,14 +220,12 @@ def attention_kernel(
 
 @triton.jit
 def combine_kernel(
-    partial,  # [S, T * Q, D] in any order of its first axes (strides below, in units of D)
-    lse,  # fp32, same order without D: log2 of each part's sum; -inf: the part is empty and not read
+    partial,  # fp32 [S, T * Q, D]
+    lse,  # fp32 [S, T * Q]: log2 of each part's sum; -inf: the part is empty and not read
     out,  # [T * Q, D]
     joined,  # fp32 [T * Q] log2 of the whole sum
     rows,  # T * Q
     parts,  # S
-    part_stride,
-    row_stride,
     D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -255,7 +238,7 @@ def combine_kernel(
     s = tl.arange(0, PARTS).to(tl.int64)
     d = tl.arange(0, D)
     ok = (r < rows)[:, None] & (s < parts)[None, :]
-    part = r[:, None] * row_stride + s[None, :] * part_stride
+    part = s[None, :] * rows + r[:, None]
     log_sum = tl.load(lse + part, mask=ok, other=float("-inf"))
     top = tl.max(log_sum, 1)
     base = tl.where(top > float("-inf"), top, 0.0)
@@ -263,7 +246,7 @@ def combine_kernel(
     total = tl.where(total > 0, total, 1.0)
     result = tl.zeros([BLOCK_R, D], tl.float32)
     for i in tl.static_range(PARTS):
-        at = r * row_stride + i * part_stride
+        at = r + i * rows.to(tl.int64)
         one = tl.load(lse + at, mask=(r < rows) & (r * 0 + i < parts), other=float("-inf"))
         x = tl.load(partial + at[:, None] * D + d[None, :], mask=(one > float("-inf"))[:, None], other=0.0)
         result += x.to(tl.float32) * tl.exp2(one - base)[:, None]

@@ -1,8 +1,7 @@
-"""Turns the rows' choices into work lists: the union of a tile's rows for query tiles, and a row mask of every block for trees.
+"""Turns the rows' choices into work lists: the union of the blocks that a tile of rows chose.
 
-choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks.
-    union_kernel  tile of BLOCK_T rows -> ascending distinct blocks, each with one bit for each row that chose it, and their number
-    mask_kernel   sequence of at most 64 rows -> mask[r, k, block]: bit i set = row i chose it
+choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks. For a tile of BLOCK_T rows: its distinct blocks,
+ascending, their pages, one bit for each row that chose the block, and their number. No sort: ranks come from a table of comparisons.
 Trees: blocks without a committed key are left out (their keys are scratch slots, which are attended separately).
 """
 
@@ -59,35 +58,3 @@ def union_kernel(
     tl.store(union_pages + to, page, mask=first)
     tl.store(union_rows + to, members, mask=first)
     tl.store(union_count + list_at, tl.sum(first.to(tl.int32), 0))
-
-
-@triton.jit
-def mask_kernel(
-    choice,  # int32 [T, K, N]
-    row_start,  # int32 [R + 1]
-    committed,  # int32 [R]
-    mask,  # int64 [R, K, blocks]
-    blocks,
-    HEADS: tl.constexpr,
-    PAGE: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    r = tl.program_id(1) // HEADS
-    head = tl.program_id(1) % HEADS
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
-    b = tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    row = tl.arange(0, 64)
-    at = ((start + row).to(tl.int64) * HEADS + head) * N
-    hit = tl.zeros([BLOCK_B, 64], tl.int1)
-    for n in tl.static_range(N):
-        ids = tl.load(choice + at + n, mask=row < count, other=-1)
-        hit = hit | (ids[None, :] == b[:, None])
-    word = tl.sum(tl.where(hit, (tl.full([64], 1, tl.int64) << row.to(tl.int64))[None, :], 0), 1)
-    word = tl.where(b * PAGE < tl.load(committed + r), word, 0)
-    tl.store(mask + tl.program_id(1).to(tl.int64) * blocks + b, word, mask=b < blocks)

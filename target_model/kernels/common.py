@@ -14,7 +14,6 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 PDL = not INTERPRETED
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 
 
 @triton.jit

@@ -54,55 +54,47 @@ def run_attention(
     first_slot: int = 0,
     choice_TKN: Tensor | None = None,
     union: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-    parts: tuple[Tensor, Tensor, int, int, int] | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], natural log-sum-exp [T, Q]).
-
-    `parts` (buffer, lse, part stride, row stride, part) makes it write one part of a caller's buffer instead, and returns that.
+    """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], log2 of the sum of exponentials [T, Q]).
     """
     rows, heads, dim = q_TQD.shape
     kv_heads = k_pool_PBKD.shape[2]
     group = heads // kv_heads
     out = torch.empty(rows, heads, dim, dtype=q_TQD.dtype, device=q_TQD.device)
     lse = torch.empty(max(splits, 1), rows, heads, dtype=torch.float32, device=q_TQD.device)
-    part_stride, row_stride, part = rows * heads, 1, 0
     partial = out
     if splits > 1:
         partial = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=q_TQD.device)
-    if parts is not None:
-        partial, lse, part_stride, row_stride, part = parts
     unused = batch.row_start
     lists, list_pages, list_rows, list_count = union if union is not None else (unused,) * 4
     attention_kernel[(cdiv(batch.max_rows, block_t) * kv_heads * splits, batch.num_sequences)](
         q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots, batch.positions,
         batch.block_table, unused if batch.ancestors is None else batch.ancestors, unused if choice_TKN is None else choice_TKN,
-        lists, list_pages, list_rows, list_count, part_stride, row_stride, part, q_TQD.stride(0), batch.block_table.shape[1],
+        lists, list_pages, list_rows, list_count, rows * heads, q_TQD.stride(0), batch.block_table.shape[1],
         lists.shape[-1], first_slot, scale * LOG2_E,
         MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
         N=1 if choice_TKN is None else choice_TKN.shape[-1], BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
-        BLOCK_N=min(batch.page_size, block_n or 128), SPLITS=splits, PARTIAL=splits > 1 or parts is not None,
+        BLOCK_N=min(batch.page_size, block_n or 128), SPLITS=splits,
         FIRST=first_slot > 0, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
-    if parts is not None:
-        return partial, lse
     if splits == 1:
         return out, lse[0]
-    return out, combine(partial, lse, out, splits, part_stride, row_stride)
+    return out, combine(partial, lse, out)
 
 
-def combine(
-    partial: Tensor, lse: Tensor, out_TQD: Tensor, parts: int, part_stride: int, row_stride: int, *, block_r: int = 8
-) -> Tensor:
+def combine(partial_STQD: Tensor, lse_STQ: Tensor, out_TQD: Tensor) -> Tensor:
     """Joins partial results into `out_TQD`; returns log2-sums [T, Q]."""
     rows, heads, dim = out_TQD.shape
+    parts = partial_STQD.shape[0]
+    block_r = 1 if rows * heads <= 2048 else 8
     joined = torch.empty(rows, heads, dtype=torch.float32, device=out_TQD.device)
     combine_kernel[(cdiv(rows * heads, block_r),)](
-        partial, lse, out_TQD, joined, rows * heads, parts, part_stride, row_stride, D=dim, PARTS=power_of_two(parts),
-        BLOCK_R=block_r, PDL=PDL, **launch_options(4, 1),
+        partial_STQD, lse_STQ, out_TQD, joined, rows * heads, parts, D=dim, PARTS=power_of_two(parts), BLOCK_R=block_r, PDL=PDL,
+        **launch_options(4, 1),
     )  # fmt: skip
     return joined
 
@@ -116,7 +108,9 @@ def dense_shape(batch: Batch, kv_heads: int, group: int) -> dict:
     while splits < 64 and tiles * splits < PROGRAMS and splits * 2 <= pages:
         splits *= 2
     wide = block_t * group >= 128
-    return {"block_t": block_t, "splits": splits, "num_warps": 8 if wide else 4, "num_stages": 2}
+    if wide:
+        return {"block_t": block_t, "splits": splits, "block_n": 64, "num_warps": 8, "registers": 128}
+    return {"block_t": block_t, "splits": splits, "num_warps": 4}
 
 
 def paged_attention(

@@ -62,9 +62,9 @@ def score_few(
     batch: Batch,
     scores: Tensor,
     *,
-    pages: int | None = None,
+    pages: int = 2,
     num_warps: int = 4,
-    num_stages: int = 3,
+    num_stages: int = 1,
 ) -> None:
     """Scores of the committed keys, few rows a sequence."""
     _, heads, dim = index_q_TJD.shape

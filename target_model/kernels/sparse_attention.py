@@ -1,18 +1,15 @@
-"""Block-sparse grouped-query attention over the chosen pages. The kernels are in attention.py, attention_outer.py, chosen_lists.py.
+"""Block-sparse grouped-query attention over the chosen pages. The kernels are in attention.py and chosen_lists.py.
 
 Shapes: T rows, Q query heads, K kv heads (= index heads), D head dim, P pages, B slots, N chosen blocks.
-Three ways through, by the shape of the batch:
-    one row a sequence   split over the row's own blocks, partials joined (decode)
-    trees                cache outside: a block is loaded once for all nodes that chose it
-    many rows            tiles of 8 rows over the union of their blocks (prefill, mixed batches)
+One row a sequence: split over the row's own blocks, partials joined. Else tiles of rows over the union of their blocks, so that rows share
+what they load: 8 rows (128 with their heads) in prefill, 4 in trees, whose rows choose less alike.
 """
 
 import torch
 from torch import Tensor
 
 from target_model.batch import Batch
-from target_model.kernels.attention_outer import outer_kernel
-from target_model.kernels.chosen_lists import mask_kernel, union_kernel
+from target_model.kernels.chosen_lists import union_kernel
 from target_model.kernels.common import (
     INTERPRETED,
     LOG2_E,
@@ -56,18 +53,19 @@ def decode(
     *,
     splits: int | None = None,
     num_warps: int = 4,
-    num_stages: int = 2,
-    registers: int | None = None,
+    num_stages: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One row a sequence: (out, log-sum)."""
     rows, kv_heads, count = blocks_TKN.shape
     if splits is None:
         splits = 1
-        while splits * 2 <= count and rows * kv_heads * splits * 2 <= PROGRAMS // 2:
+        while splits * 2 <= count and rows * kv_heads * splits * 2 <= PROGRAMS:
             splits *= 2
+    if num_stages is None:
+        num_stages = 1 if splits == count else 2  # a single block each: nothing to pipeline
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="chosen", splits=splits, block_t=1, choice_TKN=blocks_TKN,
-        num_warps=num_warps, num_stages=num_stages, registers=registers,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
@@ -100,42 +98,3 @@ def tiled(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="union", splits=splits, block_t=block_t, block_n=block_n,
         choice_TKN=blocks_TKN, union=(*union, sizes), num_warps=num_warps, num_stages=num_stages, registers=registers,
     )  # fmt: skip
-
-
-def outer(
-    q_TQD: Tensor,
-    k_pool_PBKD: Tensor,
-    v_pool_PBKD: Tensor,
-    blocks_TKN: Tensor,
-    batch: Batch,
-    scale: float,
-    *,
-    block_t: int | None = None,
-    num_warps: int = 4,
-) -> tuple[Tensor, Tensor]:
-    """Trees, the cache outside: (out, log-sum)."""
-    rows, kv_heads, count = blocks_TKN.shape
-    _, heads, dim = q_TQD.shape
-    group = heads // kv_heads
-    block_t = block_t or max(1, 64 // group)
-    blocks = cdiv(batch.max_context, batch.page_size)
-    mask = torch.empty(batch.num_sequences, kv_heads, blocks, dtype=torch.int64, device=q_TQD.device)
-    partial = torch.empty(rows, heads, count + 1, dim, dtype=q_TQD.dtype, device=q_TQD.device)
-    lse = torch.empty(rows, heads, count + 1, dtype=torch.float32, device=q_TQD.device)
-    mask_kernel[(cdiv(blocks, 32), batch.num_sequences * kv_heads)](
-        blocks_TKN, batch.row_start, batch.committed, mask, blocks, HEADS=kv_heads, PAGE=batch.page_size, N=count, BLOCK_B=32,
-        PDL=PDL, **launch_options(4, 1),
-    )  # fmt: skip
-    parts = (partial, lse, 1, count + 1, count)
-    run_attention(
-        q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="scratch", splits=1, block_t=max(1, 64 // group),
-        choice_TKN=blocks_TKN, parts=parts,
-    )  # fmt: skip
-    outer_kernel[(blocks, batch.num_sequences * kv_heads)](
-        q_TQD, k_pool_PBKD, v_pool_PBKD, partial, lse, batch.row_start, batch.committed, batch.block_table, blocks_TKN, mask, blocks,
-        q_TQD.stride(0), batch.block_table.shape[1], scale * LOG2_E, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
-        N=count, N_PAD=power_of_two(count), BLOCK_T=block_t, BLOCK_M=max(16, block_t * group), UPCAST=INTERPRETED,
-        PDL=PDL, **launch_options(num_warps, 1),
-    )  # fmt: skip
-    out = torch.empty(rows, heads, dim, dtype=q_TQD.dtype, device=q_TQD.device)
-    return out, combine(partial, lse, out, count + 1, 1, count + 1)

@@ -95,17 +95,19 @@ def test_sparse_attention(kind, page, dim, heads, kv_heads, top_k):
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_tree_tiles_agree_with_the_outer_form(splits):
+@pytest.mark.parametrize(("block_t", "splits"), [(8, 1), (4, 2), (1, 4)])
+def test_tiles_and_splits_do_not_change_a_tree(block_t, splits):
     batch, pages = tree_batch([61, 30], [9, 20], 16, device=DEVICE)
     q = normal(batch, 8, 32)
     k, v = (poisoned_pool(batch, pages, 2, 32, seed=s) for s in (2, 3))
     index_pool = clean(poisoned_pool(batch, pages, 32, seed=4))
     blocks = select_blocks_ref.select_blocks(normal(batch, 2, 32, seed=5), index_pool, batch, 3, 0, 1)
-    outer, outer_lse = sparse_attention.outer(q, k, v, blocks, batch, 0.2)
-    tiled, tiled_lse = sparse_attention.tiled(q, k, v, blocks, batch, 0.2, block_t=8, splits=splits)
-    torch.testing.assert_close(outer, tiled, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(outer_lse, tiled_lse, atol=1e-5, rtol=1e-5)
+    out, lse = sparse_attention.tiled(q, k, v, blocks, batch, 0.2, block_t=block_t, splits=splits)
+    want, want_lse = sparse_attention.tiled(q, k, v, blocks, batch, 0.2, block_t=2, splits=1)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse, want_lse, atol=1e-5, rtol=1e-5)
+    exact = sparse_attention_ref.sparse_attention(q, clean(k), clean(v), blocks, batch, 0.2)
+    torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
 
 
 def test_write_kv():

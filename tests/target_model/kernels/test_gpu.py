@@ -57,20 +57,6 @@ def test_attention_error_is_at_most_twice_that_of_pytorch_in_bf16(kind):
         assert error <= 2 * allowed, f"{kind} {name}: {error} against {allowed}"
 
 
-def test_tree_forms_agree():
-    batch, pages = BATCHES["tree 64"]()
-    q = normal(batch, HEADS, DIM, dtype=BF16)
-    k, v = (poisoned_pool(batch, pages, KV_HEADS, DIM, dtype=BF16, seed=s) for s in (2, 3))
-    index_pool = poisoned_pool(batch, pages, DIM, dtype=BF16, seed=4)
-    blocks = select_blocks.select_blocks(
-        normal(batch, KV_HEADS, DIM, dtype=BF16, seed=5), index_pool, batch, TOP_K, 0, 1
-    )
-    outer = sparse_attention.outer(q, k, v, blocks, batch, 0.1)
-    tiled = sparse_attention.tiled(q, k, v, blocks, batch, 0.1, block_t=8, splits=2)
-    for x, y, bound in zip(outer, tiled, (0.01, 0.001), strict=True):
-        assert relative(x, y) < bound
-
-
 @pytest.mark.parametrize("kind", BATCHES)
 def test_fp8_cache(kind):
     batch, pages = BATCHES[kind]()
