@@ -108,7 +108,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys, writer):
     from safetensors import SafetensorError
 
     def run(**settings):
-        with open("/dev/full", "wb") as file:
+        with open("/dev/full", "wb", buffering=0) as file:
             if writer == "torch":
                 torch.save({"a": torch.zeros(100_000)}, file)
             if writer == "safetensors":  # it cannot write to a device; this is what it says on a full disk
