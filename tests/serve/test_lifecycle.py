@@ -186,6 +186,12 @@ def test_drain_refuses_new_requests_and_drops_what_outlasts_it():
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_small_messages_are_sent_at_once():
+    """With Nagle's algorithm on, every event of a stream would wait for the client's delayed acknowledgement."""
+    with bind("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP  # what asyncio looks at before it turns the algorithm off
+
+
 def test_a_port_in_use_is_one_line():
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
