@@ -19,6 +19,7 @@ from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.memory import check_memory
 from target_model.model import TargetModel
+from target_model.resolve import resolve_target
 from target_model.tensor_names import VISION_PREFIXES, TensorSpec, tensor_specs
 
 INDEX = "model.safetensors.index.json"
@@ -43,8 +44,6 @@ def load_target(
     Raises UserError naming the tensor and the file when anything is missing, unknown, mis-shaped, of a wrong type, or
     unreadable.
     """
-    from target_model.resolve import resolve_target
-
     resolved = resolve_target(str(name_or_path))
     check_memory(resolved.name, resolved.config, dtype, device)
     stored = read_headers(resolved.path)
@@ -82,7 +81,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     for file in files:
         path = directory / file
         with open_shard(path) as shard:
-            for name in shard.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
+            for name in shard.keys():
                 if name in stored:
                     raise UserError(f"tensor {name} stands in both {stored[name].file} and {path}")
                 view = shard.get_slice(name)
