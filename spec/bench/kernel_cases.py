@@ -1,6 +1,6 @@
 """The cases of `spec bench kernels` beside MSA: experts, dense attention, row kernels, training loss, sampling, commit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,31 +23,47 @@ from target_model.kernels import commit_rows, linear_kl, moe, norm_rope, norms, 
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN, VOCAB = 6144, 3072, 128, 4, 200_064
 
 
-def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> list[Row]:
+def expert_weights(form: str) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random (w13, w2) of one layer and their scales."""
+    if form == "bf16":
+        return (random(EXPERTS, 2 * WIDTH, HIDDEN), random(EXPERTS, HIDDEN, WIDTH)), {}
+    pack = 2 if form == "MXFP4" else 1
+
+    def bytes_(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
+
+    weights = bytes_(EXPERTS, 2 * WIDTH, HIDDEN // pack), bytes_(EXPERTS, HIDDEN, WIDTH // pack)
+    scales = {
+        "w13_scale": bytes_(EXPERTS, 2 * WIDTH, HIDDEN // 32, low=115, high=120),
+        "w2_scale": bytes_(EXPERTS, HIDDEN, WIDTH // 32, low=115, high=120),
+    }
+    return (weights if pack == 2 else tuple(w.view(torch.float8_e4m3fn) for w in weights)), scales
+
+
+def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> Iterator[Row]:
     """Router and experts of one layer, routing drawn independently for each token."""
-    counts = [rows for rows in (1, 4, 16, 64, 1024) if wanted(f"experts bf16 {rows}")]
-    if not counts:
-        return []
-    w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN), random(EXPERTS, HIDDEN, WIDTH)
-    gate, bias = torch.randn(EXPERTS, HIDDEN, device="cuda"), torch.randn(EXPERTS, device="cuda") * 0.01
-    rows = []
-    for count in counts:
-        x = random(count, HIDDEN)
-        weights, chosen = moe.route(x, gate, bias, PER_TOKEN, 2.0)
+    gate, bias = torch.randn(EXPERTS, HIDDEN, device="cuda") * 0.01, torch.zeros(EXPERTS, device="cuda")
+    for form, value_bytes in (("bf16", 2.0), ("MXFP8", 1 + 1 / 32), ("MXFP4", 0.5 + 1 / 32)):
+        counts = [rows for rows in (1, 4, 16, 64, 1024) if wanted(f"experts {form} {rows}")]
+        weights, scales = expert_weights(form) if counts else ((), {})
+        for count in counts:
+            x = random(count, HIDDEN)
+            shares, chosen = moe.route(x, gate, bias, PER_TOKEN, 2.0)
 
-        def route(x: torch.Tensor = x) -> object:
-            return moe.route(x, gate, bias, PER_TOKEN, 2.0)
+            def route(x: torch.Tensor = x) -> object:
+                return moe.route(x, gate, bias, PER_TOKEN, 2.0)
 
-        def experts(x: torch.Tensor = x, weights: torch.Tensor = weights, chosen: torch.Tensor = chosen) -> object:
-            return moe.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
+            def experts(arguments=(x, *weights, shares, chosen, 1.702, 7.0, 1.0), scales=scales) -> object:
+                return moe.grouped_experts(*arguments, **scales)
 
-        repeats = 30 if count < 1024 else 10
-        parts = {"router": timer(route, graph=True), "experts": timer(experts, graph=True, repeats=repeats)}
-        moved = chosen.unique().numel() * 3 * WIDTH * HIDDEN * 2.0
-        operations = 6.0 * WIDTH * HIDDEN * chosen.numel()
-        floor = machine.floor(moved, operations)
-        rows.append(Row(f"experts bf16 {count}", parts["experts"], floor, moved, operations, parts, None, None))
-    return rows
+            repeats = 30 if count < 1024 else 10
+            parts = {"router": timer(route, graph=True), "experts": timer(experts, graph=True, repeats=repeats)}
+            moved = chosen.unique().numel() * 3 * WIDTH * HIDDEN * value_bytes
+            operations = 6.0 * WIDTH * HIDDEN * chosen.numel()
+            floor = machine.floor(moved, operations)
+            yield Row(f"experts {form} {count}", parts["experts"], floor, moved, operations, parts, None, None)
+        del weights, scales
+        torch.cuda.empty_cache()
 
 
 def dense_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> list[Row]:

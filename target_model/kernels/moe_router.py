@@ -112,7 +112,7 @@ def plan_kernel(
     own = tl.sum(tl.where(e == mine, counts, 0), 0)
     own_tiles = (own + BLOCK_M - 1) // BLOCK_M
     m = tl.arange(0, BLOCK_M)
-    for k in range(0, own_tiles):
+    for k in range(own_tiles):
         tl.store(tile_expert + tile + k, mine)
         empty = k * BLOCK_M + m >= own
         tl.store(order + (tile + k) * BLOCK_M + m, tl.full([BLOCK_M], -1, tl.int32), mask=empty)

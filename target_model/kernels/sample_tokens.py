@@ -6,7 +6,10 @@ choice, 0) and the seed as key, u = (bits >> 9 + 1/2) / 2^23. Filters are thresh
     top-k   the largest u with at least k values >= u
     top-p   the largest u whose values >= u hold top_p of the mass that top-k left (ties at its border counted up to k)
     min-p   max + log(min_p)
-found by bisection on the bits of the floats, a pass over the row for each step (the row stays in the L2 cache).
+The row is read twice and a half: once for the maxima of GROUPS interleaved groups, whose k-th largest bounds the k-th largest value from below,
+and once to collect the values above that bound. Bisections on the bits of the floats then run over those few CANDIDATES in registers. When they
+are too many (a great many equal values) or hold too little mass (top-p without top-k on a flat row), the bisections run over the whole row.
+Masses are sums of integers, exp(x - max) * 2^40: they do not depend on the order of summation, so a seed gives the same text every time.
 """
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor
 
 from target_model.kernels.common import PDL, cdiv, launch_options, power_of_two, require_tensor
 
-BLOCK = 4096
+GROUPS, CANDIDATES, MOST_TOP_K = 16384, 4096, 1024
 
 
 @triton.jit
@@ -27,29 +30,59 @@ def ordered(x):
 
 
 @triton.jit
+def unordered(key, BLOCK: tl.constexpr):
+    """The float of one key."""
+    bits = tl.zeros([BLOCK], tl.int32) + (key ^ ((key >> 31) & 0x7FFFFFFF))
+    return tl.max(bits.to(tl.float32, bitcast=True), 0)
+
+
+@triton.jit
 def scaled_tile(row, first, V, temperature, BLOCK: tl.constexpr):
     v = first + tl.arange(0, BLOCK)
     return tl.load(row + v, mask=v < V, other=float("-inf")).to(tl.float32) / temperature
 
 
 @triton.jit
-def weight_above(row, V, temperature, key, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Number of values whose key is at least `key`, or with MASS the sum of exp(x - top) over them."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, V, BLOCK):
-        x = scaled_tile(row, first, V, temperature, BLOCK)
-        weight = tl.exp(x - top) if MASS else 1.0
-        total += tl.where(ordered(x) >= key, weight, 0.0)
-    return tl.sum(total, 0)
+def weigh(x, key, top, MASS: tl.constexpr):
+    """int64 number of values whose key is at least `key`, or with MASS the sum of their exp(x - top) in units of 2^-40."""
+    if MASS:
+        weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
+    else:
+        weight = tl.full(x.shape, 1, tl.int64)
+    return tl.sum(tl.where(ordered(x) >= key, weight, 0), 0)
 
 
 @triton.jit
-def largest_key(row, V, temperature, low, high, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key that weight_above of at least `goal` allows: between `low` (which does) and `high` (which does not)."""
+def weigh_row(row, V, temperature, key, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """`weigh` over a whole row."""
+    total = tl.full([], 0, tl.int64)
+    for first in range(0, V, BLOCK):
+        total += weigh(scaled_tile(row, first, V, temperature, BLOCK), key, top, MASS)
+    return total
+
+
+@triton.jit
+def largest_key(x, low, high, goal, top, MASS: tl.constexpr):
+    """The largest key with weight(>= key) >= goal among the values x; `low` has that, `high` has not."""
     found = goal - 1
     while (found != goal) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)
-        weight = weight_above(row, V, temperature, middle, top, MASS, BLOCK)
+        weight = weigh(x, middle, top, MASS)
+        if weight >= goal:
+            low = middle
+            found = weight
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def largest_key_row(row, V, temperature, low, high, goal, top, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """`largest_key` over a whole row."""
+    found = goal - 1
+    while (found != goal) & (high > low + 1):
+        middle = (low & high) + ((low ^ high) >> 1)
+        weight = weigh_row(row, V, temperature, middle, top, MASS, BLOCK)
         if weight >= goal:
             low = middle
             found = weight
@@ -65,43 +98,70 @@ def threshold_kernel(
     top_k,  # int32 [N], 0: off
     top_p,  # fp32 [N]
     min_p,  # fp32 [N]
+    candidates,  # fp32 [N, CANDIDATES]
+    counters,  # int32 [N], zero
     thresholds,  # fp32 [N]
     V,
-    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    MOST_TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n = tl.program_id(0)
-    row = logits + n.to(tl.int64) * V
+    n = tl.program_id(0).to(tl.int64)
+    row = logits + n * V
     temperature = tl.load(temperatures + n)
     k = tl.load(top_k + n)
     p = tl.load(top_p + n)
     smallest = tl.load(min_p + n)
+    k = tl.where(k >= V, 0, k)
     if (temperature == 0.0) | ((k <= 0) & (p >= 1.0) & (smallest <= 0.0)):
         tl.store(thresholds + n, float("-inf"))
         return
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for first in range(0, V, BLOCK):
-        best = tl.maximum(best, scaled_tile(row, first, V, temperature, BLOCK))
+    best = tl.full([GROUPS], float("-inf"), tl.float32)
+    for first in range(0, V, GROUPS):
+        best = tl.maximum(best, scaled_tile(row, first, V, temperature, GROUPS))
     top = tl.max(best, 0)
-    # Keys as one-element tensors, so that scalars and bits convert alike everywhere.
     high = tl.max(ordered(best), 0) + 1
-    low = tl.min(ordered(tl.full([BLOCK], -3.0e38, tl.float32)), 0)
-    if (k > 0) & (k < V):
-        low = largest_key(row, V, temperature, low, high, k.to(tl.float32), top, False, BLOCK)
-        mass = weight_above(row, V, temperature, low + 1, top, True, BLOCK)
-        above = weight_above(row, V, temperature, low + 1, top, False, BLOCK)
-        bits = low ^ ((low >> 31) & 0x7FFFFFFF)
-        border = (tl.zeros([BLOCK], tl.int32) + bits).to(tl.float32, bitcast=True)
-        mass += (k.to(tl.float32) - above) * tl.max(tl.exp(border - top), 0)
+    least = tl.min(ordered(tl.full([32], -3.0e38, tl.float32)), 0)  # below every finite value
+
+    wanted = tl.minimum(tl.minimum(tl.where(k > 0, k, MOST_TOP_K), V), GROUPS).to(tl.int64)
+    bound = largest_key(best, least, high, wanted, top, False)
+    for first in range(0, V, GROUPS):
+        x = scaled_tile(row, first, V, temperature, GROUPS)
+        hit = ordered(x) >= bound
+        place = tl.atomic_add(counters + n + tl.zeros([GROUPS], tl.int32), 1, mask=hit)
+        tl.store(candidates + n * CANDIDATES + place, x, mask=hit & (place < CANDIDATES))
+    tl.debug_barrier()  # the candidates were stored by other threads of this program
+    kept = tl.atomic_add(counters + n, 0)
+    c = tl.arange(0, CANDIDATES)
+    few = tl.load(candidates + n * CANDIDATES + c, mask=c < kept, other=float("-inf"), cache_modifier=".cg")
+
+    goal = k.to(tl.int64)
+    enough = (kept <= CANDIDATES) & (k <= kept)
+    low = least
+    if k > 0:
+        if enough:
+            low = largest_key(few, bound, high, goal, top, False)
+            mass = weigh(few, low + 1, top, True)
+            above = weigh(few, low + 1, top, False)
+        else:
+            low = largest_key_row(row, V, temperature, least, high, goal, top, False, GROUPS)
+            mass = weigh_row(row, V, temperature, low + 1, top, True, GROUPS)
+            above = weigh_row(row, V, temperature, low + 1, top, False, GROUPS)
+        border = tl.exp(unordered(low, 32) - top) * 1099511627776.0
+        mass += (goal - above) * border.to(tl.int64)
     else:
-        mass = weight_above(row, V, temperature, low, top, True, BLOCK)
+        mass = weigh_row(row, V, temperature, least, top, True, GROUPS)
     if p < 1.0:
-        low = tl.maximum(low, largest_key(row, V, temperature, low, high, p * mass, top, True, BLOCK))
-    bits = low ^ ((low >> 31) & 0x7FFFFFFF)
-    limit = tl.max((tl.zeros([BLOCK], tl.int32) + bits).to(tl.float32, bitcast=True), 0)
+        share = (mass.to(tl.float32) * p).to(tl.int64)
+        if (kept <= CANDIDATES) & (weigh(few, bound, top, True) >= share):
+            low = tl.maximum(low, largest_key(few, bound, high, share, top, True))
+        else:
+            low = tl.maximum(low, largest_key_row(row, V, temperature, least, high, share, top, True, GROUPS))
+    limit = unordered(low, 32)
     if smallest > 0.0:
         limit = tl.maximum(limit, top + tl.log(smallest))
     tl.store(thresholds + n, limit)
@@ -189,20 +249,23 @@ def sample_tokens(
     require_tensor("top_k", top_k_N, (rows,), (torch.int32,))
     for name, x in (("seed", seed_N), ("choice", choice_N), ("position", position_N)):
         require_tensor(name, x, (rows,), (torch.int64,))
-    thresholds = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
-    block = min(BLOCK, power_of_two(vocab))
+    device = logits_NV.device
+    thresholds = torch.empty(rows, dtype=torch.float32, device=device)
+    candidates = torch.empty(rows, CANDIDATES, dtype=torch.float32, device=device)
+    counters = torch.zeros(rows, dtype=torch.int32, device=device)
     threshold_kernel[(rows,)](
-        logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, thresholds, vocab, BLOCK=block, PDL=PDL, **launch_options(16, 1)
-    )
+        logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, candidates, counters, thresholds, vocab,
+        GROUPS=min(GROUPS, power_of_two(vocab)), CANDIDATES=CANDIDATES, MOST_TOP_K=MOST_TOP_K, PDL=PDL, **launch_options(16, 1),
+    )  # fmt: skip
     words = min(1024, power_of_two(cdiv(vocab, 4)))
     splits = cdiv(cdiv(vocab, 4), words)
-    best_value = torch.empty(rows, splits, dtype=torch.float32, device=logits_NV.device)
-    best_token = torch.empty(rows, splits, dtype=torch.int64, device=logits_NV.device)
+    best_value = torch.empty(rows, splits, dtype=torch.float32, device=device)
+    best_token = torch.empty(rows, splits, dtype=torch.int64, device=device)
     sample_kernel[(rows, splits)](
         logits_NV, temperature_N, thresholds, seed_N, choice_N, position_N, best_value, best_token, vocab, WORDS=words, PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits_NV.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
     join_kernel[(rows,)](
         best_value, best_token, tokens, splits, SPLITS=power_of_two(splits), PDL=PDL, **launch_options(1, 1)
     )

@@ -11,8 +11,6 @@ from torch import Tensor
 from target_model.batch import Batch
 from target_model.kernels.chosen_lists import union_kernel
 from target_model.kernels.common import (
-    INTERPRETED,
-    LOG2_E,
     PDL,
     cdiv,
     launch_options,
@@ -20,7 +18,7 @@ from target_model.kernels.common import (
     require,
     require_tensor,
 )
-from target_model.kernels.paged_attention import PROGRAMS, check_attention, combine, run_attention
+from target_model.kernels.paged_attention import PROGRAMS, check_attention, run_attention
 
 
 def sparse_attention(

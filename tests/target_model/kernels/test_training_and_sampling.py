@@ -68,6 +68,15 @@ def test_top_k_of_one_is_greedy_and_equal_values_stay_together():
     }).tolist()) == {7, 9}  # fmt: skip
 
 
+def test_more_equal_values_than_candidates():
+    logits = randn(6, 5000).round().clamp(max=0)  # about half of the values are 0, the largest
+    arguments = columns(6)
+    assert (logits == 0).sum(-1).min() > 1024
+    for flat in (logits, logits * 0):
+        want = sample_tokens_ref.sample_tokens(flat, **arguments)
+        assert torch.equal(sample_tokens.sample_tokens(flat, **arguments), want)
+
+
 def test_noise_is_the_one_of_the_engine():
     logits, arguments = torch.zeros(3, 4096, device=DEVICE), columns(3)
     arguments["temperature_N"] = torch.ones(3, device=DEVICE)
