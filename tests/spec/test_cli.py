@@ -103,17 +103,20 @@ def test_interrupt_exits_130(monkeypatch, capsys):
 
 @pytest.mark.parametrize("writer", ["python", "torch", "safetensors"])
 def test_a_full_disk_is_one_line(monkeypatch, capsys, writer):
-    """/dev/full refuses every write as a full disk does; the libraries wrap that error each in its own way."""
-    import torch
+    """/dev/full refuses every write as a full disk does. Libraries wrap that error, or only quote it."""
     from safetensors import SafetensorError
 
     def run(**settings):
-        with open("/dev/full", "wb", buffering=0) as file:
+        if writer == "safetensors":
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        try:
+            with open("/dev/full", "wb", buffering=0) as file:
+                file.write(b"0")
+        except OSError:
             if writer == "torch":
-                torch.save({"a": torch.zeros(100_000)}, file)
-            if writer == "safetensors":  # it cannot write to a device; this is what it says on a full disk
-                raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-            file.write(b"0" * 1_000_000)
+                # What torch.save makes of a disk that fills up in mid-file (text of torch 2.13).
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+            raise
 
     monkeypatch.setattr("spec.demo.run", run)
     code, _, err = call(monkeypatch, capsys, "demo")
