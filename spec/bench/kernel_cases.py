@@ -1,4 +1,5 @@
-"""The cases of `spec bench kernels` beside MSA: experts, dense attention, row kernels, training loss, sampling, commit."""
+"""The cases of `spec bench kernels` beside MSA: experts, dense attention, row kernels, training loss, sampling,
+commit."""
 
 from collections.abc import Callable, Iterator
 

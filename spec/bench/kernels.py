@@ -1,7 +1,9 @@
-"""Times every kernel on the shapes of MiniMax-M3 against its floor and against the fastest public kernels. Needs a CUDA device.
+"""Times every kernel on the shapes of MiniMax-M3 against its floor and against the fastest public kernels. Needs a CUDA
+device.
 
-Time: median over CUDA events, the L2 cache flushed before every run; decode and tree cases run inside a CUDA graph. Floor: the larger of the
-bytes that must move over the copy bandwidth and the multiplications over the bf16 matmul rate, both measured in the same run.
+Time: median over CUDA events, the L2 cache flushed before every run; decode and tree cases run inside a CUDA graph.
+Floor: the larger of the bytes that must move over the copy bandwidth and the multiplications over the bf16 matmul rate,
+both measured in the same run.
 """
 
 import json
@@ -18,12 +20,17 @@ from target_model.kernels import select_blocks, sparse_attention
 
 HEADS, KV_HEADS, DIM, PAGE, TOP_K = 64, 4, 128, 128, 16
 SCALE = DIM**-0.5
-# Microseconds for index and attention together of the best public kernels on an H200 (2026-11-29), and for dense attention.
+# Microseconds for index and attention together of the best public kernels on an H200 (2026-11-29), and for dense
+# attention.
 PUBLIC = {
-    "decode B1 8k": (20.4, 28.9), "decode B1 32k": (22.2, 39.9), "decode B1 128k": (28.8, 87.7), "decode B16 32k": (68.1, 246),
-    "decode B64 32k": (204, 939), "decode B16 128k": (159, 943), "tree B1x8 32k": (30.7, 55), "tree B1x64 32k": (92.4, 232),
-    "tree B8x8 32k": (88.3, 238), "tree B8x16 32k": (141, 435), "tree B8x64 32k": (577, 904), "tree B32x16 32k": (490, 946),
-    "tree B32x64 32k": (1549, 3810), "prefill 8k": (4021, 1763), "prefill 32k": (18615, 29005), "prefill 128k": (97751, 498928),
+    "decode B1 8k": (20.4, 28.9), "decode B1 32k": (22.2, 39.9), "decode B1 128k": (28.8, 87.7),
+    "decode B16 32k": (68.1, 246),
+    "decode B64 32k": (204, 939), "decode B16 128k": (159, 943), "tree B1x8 32k": (30.7, 55), "tree B1x64 32k": (92.4,
+    232),
+    "tree B8x8 32k": (88.3, 238), "tree B8x16 32k": (141, 435), "tree B8x64 32k": (577, 904), "tree B32x16 32k": (490,
+    946),
+    "tree B32x64 32k": (1549, 3810), "prefill 8k": (4021, 1763), "prefill 32k": (18615, 29005), "prefill 128k": (97751,
+    498928),
 }  # fmt: skip
 
 
@@ -130,7 +137,8 @@ def tree_batch(sequences: int, nodes: int, context: int) -> Batch:
 
 
 def index_queries(batch: Batch, *, correlation: float, chain: bool) -> Tensor:
-    """[T, K, D] whose choices overlap between rows as seen in practice: 8 neighbours choose about 21 (prefill) or 50 (trees) blocks.
+    """[T, K, D] whose choices overlap between rows as seen in practice: 8 neighbours choose about 21 (prefill) or 50
+    (trees) blocks.
 
     chain: each row resembles the one before it; else all rows of a sequence resemble one vector.
     """
@@ -221,12 +229,13 @@ def line(row: Row) -> str:
     parts = "  ".join(f"{name} {micros:9.1f}" for name, micros in row.parts.items())
     public = f"{row.public_best / row.time:5.2f}x" if row.public_best else "     -"
     dense = f"{row.public_dense / row.time:5.2f}x" if row.public_dense else "     -"
-    return f"{row.case:22s} {row.time:10.1f} us  {100 * row.floor / row.time:4.0f} % of floor {row.floor:9.1f}  vs best {public}  vs dense {dense}  {parts}"
+    share = f"{100 * row.floor / row.time:4.0f} % of floor {row.floor:9.1f}"
+    return f"{row.case:24s} {row.time:10.1f} us  {share}  vs best {public}  vs dense {dense}  {parts}"
 
 
 def main(wanted: str = "") -> dict:
-    """Runs the cases whose name contains one of the words in `wanted` (comma-separated; "": all), prints the table and, last, one
-    JSON line, which it also returns."""
+    """Runs the cases whose name contains one of the words in `wanted` (comma-separated; "": all), prints the table and,
+    last, one JSON line, which it also returns."""
     from spec.bench import kernel_cases  # imports this module
 
     if not torch.cuda.is_available():

@@ -1,16 +1,20 @@
-"""Attention over a paged cache: one kernel for dense layers, chosen blocks and unions of chosen blocks; causal rows and trees.
+"""Attention over a paged cache: one kernel for dense layers, chosen blocks and unions of chosen blocks; causal rows and
+trees.
 
-    out[t, q] = sum_s softmax_s(scale * q[t, q] . k[s, q // G]) v[s, q // G]   over the keys s that row t sees (and, sparse, has chosen)
+    out[t, q] = sum_s softmax_s(scale * q[t, q] . k[s, q // G]) v[s, q // G]   over the keys s that row t sees (and,
+    sparse, has chosen)
 
-T rows, R sequences, Q = K * G query heads, K kv heads, G group size (1..16, a power of two), D head dim (32, 64, 128), P pages, B slots in
-a page (16..128, a power of two), N chosen blocks. A program covers BLOCK_T rows x G heads of one kv head as the M rows of its dots, and one
-split of the keys; with several splits `combine_kernel` joins the fp32 partials. Where keys come from (MODE):
+T rows, R sequences, Q = K * G query heads, K kv heads, G group size (1..16, a power of two), D head dim (32, 64, 128),
+P pages, B slots in a page (16..128, a power of two), N chosen blocks. A program covers BLOCK_T rows x G heads of one kv
+head as the M rows of its dots, and one split of the keys; with several splits `combine_kernel` joins the fp32 partials.
+Where keys come from (MODE):
     "dense"   pages 0, 1, 2, ... of the sequence
     "chosen"  the row's own list [T, K, N] (BLOCK_T = 1)
-    "union"   a list for each tile of BLOCK_T rows, with one bit a row (union.py)
-Trees: keys in slots below committed[r] as above, then one tile of 64 scratch slots, each visible by its bit in ancestors[t]; sparse: only if
-the row chose block position // B of that scratch row. Unwritten slots may hold NaN: values are loaded under a mask.
-Not supported: group sizes that are no power of two, head dims beyond 128, more than 64 scratch slots.
+    "union"   a list for each tile of BLOCK_T rows, with one bit a row (chosen_lists.py)
+Trees: keys in slots below committed[r] as above, then one tile of 64 scratch slots, each visible by its bit in
+ancestors[t]; sparse: only if the row chose block position // B of that scratch row. Unwritten slots may hold NaN:
+values are loaded under a mask. Not supported: group sizes that are no power of two, head dims beyond 128, more than 64
+scratch slots.
 """
 
 import triton
@@ -22,7 +26,8 @@ from target_model.kernels.common import softmax_step, to_dot, widen
 @triton.jit
 def page_tile(k_pool, v_pool, q, page, first, limit, head, MASKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
               PAGE: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """Scores [M, BLOCK_N] and values [BLOCK_N, D] of slots first.. of a page; MASKED: values at or behind `limit` (in the page) read as 0."""
+    """Scores [M, BLOCK_N] and values [BLOCK_N, D] of slots first.. of a page; MASKED: values at or behind `limit` (in
+    the page) read as 0."""
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     at = (page.to(tl.int64) * PAGE * HEADS + head) * D + n[:, None] * (HEADS * D) + d[None, :]
@@ -37,10 +42,12 @@ def page_tile(k_pool, v_pool, q, page, first, limit, head, MASKED: tl.constexpr,
 
 
 @triton.jit
-def scratch_tile(k_pool, v_pool, q, bits, choice, position, block_table, committed, row, row_ok, start, count, head, J: tl.constexpr,
+def scratch_tile(k_pool, v_pool, q, bits, choice, position, block_table, committed, row, row_ok, start, count, head,
+J: tl.constexpr,
                  N: tl.constexpr, SPARSE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
-    """Scores [M, 64] (-inf where invisible) and values [64, D] of the scratch slots of one sequence for rows `row` [M] of the batch."""
+    """Scores [M, 64] (-inf where invisible) and values [64, D] of the scratch slots of one sequence for rows `row` [M]
+    of the batch."""
     s = tl.arange(0, 64)
     d = tl.arange(0, D)
     seen = ((bits[:, None] >> s[None, :].to(tl.int64)) & 1) != 0
@@ -202,7 +209,8 @@ def attention_kernel(
     if TREE:
         if split == SPLITS - 1:
             bits = tl.load(ancestors + row, mask=row_ok, other=0)
-            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start, count, head, HEADS, N,
+            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start,
+            count, head, HEADS, N,
                                      MODE != "dense", HEADS, D, PAGE, UPCAST)  # fmt: skip
             row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
 

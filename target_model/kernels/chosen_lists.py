@@ -1,7 +1,8 @@
 """Turns the rows' choices into work lists: the union of the blocks that a tile of rows chose.
 
-choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks. For a tile of BLOCK_T rows: its distinct blocks,
-ascending, their pages, one bit for each row that chose the block, and their number. No sort: ranks come from a table of comparisons.
+choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks. For a tile of
+BLOCK_T rows: its distinct blocks, ascending, their pages, one bit for each row that chose the block, and their number.
+No sort: ranks come from a table of comparisons.
 Trees: blocks without a committed key are left out (their keys are scratch slots, which are attended separately).
 """
 

@@ -1,8 +1,8 @@
 """Moves the cache rows of accepted tree nodes behind the root, in every layer, in one launch.
 
     pool[layer, slot committed[r] + 1 + m] = pool[layer, slot committed[r] + path[r, m]]   for path[r, m] >= 0
-L layers, P pages, B slots, K kv heads, D head dim, M longest path. Source and destination overlap; a program takes COLUMNS values of one
-sequence's rows in one layer of one tensor, and loads all of them before it stores any.
+L layers, P pages, B slots, K kv heads, D head dim, M longest path. Source and destination overlap; a program takes
+COLUMNS values of one sequence's rows in one layer of one tensor, and loads all of them before it stores any.
 """
 
 import torch
@@ -78,7 +78,8 @@ def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: T
     if path_RM.shape[1] == 0:
         return
     columns = 128
-    commit_kernel[(2 * layers + index_SPBD.shape[0], batch.num_sequences, cdiv(max(heads * dim, index_SPBD.shape[3]), columns))](
+    commit_kernel[(2 * layers + index_SPBD.shape[0], batch.num_sequences, cdiv(max(heads * dim, index_SPBD.shape[3]),
+    columns))](
         k_LPBKD, v_LPBKD, index_SPBD, path_RM.contiguous(), batch.committed, batch.block_table, path_RM.shape[1],
         batch.block_table.shape[1], layers, pages * page, WIDTH=heads * dim, INDEX_WIDTH=index_SPBD.shape[3], PAGE=page,
         M=power_of_two(path_RM.shape[1]), COLUMNS=columns, PDL=PDL, **launch_options(4, 1),

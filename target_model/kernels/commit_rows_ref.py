@@ -1,4 +1,5 @@
-"""Reference of `commit_rows`. Shapes: L layers, S sparse layers, P pages, B slots, K kv heads, D head dim, R sequences, M longest path."""
+"""Reference of `commit_rows`. Shapes: L layers, S sparse layers, P pages, B slots, K kv heads, D head dim, R sequences,
+M longest path."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """What every Triton kernel file here shares: the online softmax step, argument checks, and how programs are launched.
 
-Kernels are written once and run in three places: compiled on CUDA, compiled without a GPU (a test), and in Triton's CPU interpreter. The
-interpreter computes bf16 wrongly, so there every load is widened to fp32 (`UPCAST`).
+Kernels are written once and run in three places: compiled on CUDA, compiled without a GPU (a test), and in Triton's CPU
+interpreter. The interpreter computes bf16 wrongly, so there every load is widened to fp32 (`UPCAST`).
 """
 
 import os
@@ -34,7 +34,8 @@ def to_dot(x, like, UPCAST: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, v, row_max, row_sum, acc, row_on, scale, UPCAST: tl.constexpr):
-    """One tile of keys of the online softmax, base 2. scores [M, N] are unscaled; row_max is in units of scores * scale.
+    """One tile of keys of the online softmax, base 2. scores [M, N] are unscaled; row_max is in units of scores *
+    scale.
 
     Rows with `row_on` false (they did not choose this tile's block) and rows without a visible key stay unchanged.
     """
@@ -86,8 +87,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 def launch_options(num_warps: int, num_stages: int, registers: int | None = None) -> dict:
-    """Launch keywords. Every kernel is a programmatic dependent launch: it may start while the one before it in the stream still runs,
-    and waits (`gdc_wait`) before it touches memory."""
+    """Launch keywords. Every kernel is a programmatic dependent launch: it may start while the one before it in the
+    stream still runs, and waits (`gdc_wait`) before it touches memory."""
     options: dict = {"num_warps": num_warps, "num_stages": num_stages}
     if INTERPRETED:
         return options

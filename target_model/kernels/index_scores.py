@@ -2,15 +2,17 @@
 
     score[t, j, b] = max over the keys s of block b that row t sees of iq[t, j] . ik[s]
 
-T rows, R sequences, J index heads (one index-K head is shared by all), D index dim, P pages, B slots in a page = tokens in a block, N chosen
-blocks. Three kernels:
-    few_scores_kernel   up to 64 (row, head) columns, K as the first operand (decode, small trees): memory-bound, pages split over programs
-    many_scores_kernel  tiles of BLOCK_T rows x J heads against one page, so that a page is read once for all heads (prefill, trees)
-    choose_kernel       one warp for a (row, head): forces init and local blocks, picks the N best, ties to the lower id, ascending
-                        (threshold by bisection on the scores' bits, then two prefix sums: no sort)
-Trees: committed keys as above; the at most 64 scratch keys belong to block position // B and are scored by scratch_scores_kernel into a
-list of SPAN blocks from block committed // B on, which choose_kernel merges. No scale: it does not change the order.
-Not supported: J no power of two, D outside 32, 64, 128.
+T rows, R sequences, J index heads (one index-K head is shared by all), D index dim, P pages, B slots in a page = tokens
+in a block, N chosen blocks. Three kernels:
+    few_scores_kernel   up to 64 (row, head) columns, K as the first operand (decode, small trees): memory-bound, pages
+                        split over programs
+    many_scores_kernel  tiles of BLOCK_T rows x J heads against one page, so that a page is read once for all heads
+                        (prefill, trees)
+    choose_kernel       one warp for a (row, head): forces init and local blocks, picks the N best, ties to the lower
+                        id, ascending (threshold by bisection on the scores' bits, then two prefix sums: no sort)
+Trees: committed keys as above; the at most 64 scratch keys belong to block position // B and are scored by
+scratch_scores_kernel into a list of SPAN blocks from block committed // B on, which choose_kernel merges. No scale: it
+does not change the order. Not supported: J no power of two, D outside 32, 64, 128.
 """
 
 import triton
@@ -233,10 +235,13 @@ def choose_kernel(
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
     need = N - tl.sum(forced.to(tl.int32), 0)
 
-    # The largest `low` with at least `need` keys at or above it, by bisection; most often a gap with exactly `need` ends it early.
+    # The largest `low` with at least `need` keys at or above it, by bisection; most often a gap with exactly `need`
+    # ends it early.
     low = tl.min(tl.where(x > float("-inf"), key, 0x7FFFFFFF), 0)
     if BLOCKS >= 64:
-        best = tl.max(tl.reshape(key, [32, BLOCKS // 32]), 1)  # of 32 groups: each that is not empty holds one key at or above
+        best = tl.max(
+            tl.reshape(key, [32, BLOCKS // 32]), 1
+        )  # of 32 groups: each that is not empty holds one key at or above
         full = best > -0x7F800001  # the key of -inf
         closer = tl.min(tl.where(full, best, 0x7FFFFFFF), 0)
         low = tl.where(tl.sum(full.to(tl.int32), 0) >= need, closer, low)

@@ -2,9 +2,9 @@
 
     kl[t] = sum_v p[v] (log p[v] - log q[v]),  p = softmax(teacher state . teacher head),  q = softmax(state . head)
     loss = sum_t weight[t] kl[t];  d loss / d student logits = weight (q - p)
-T rows, H student width, G teacher width, V vocabulary, C rows of a chunk. Products run in the matrix library; between them one kernel reads
-both logits of a chunk (one program a row, online sums) and overwrites the student's with the gradient. [T, V] never exists, only [C, V].
-Gradients are made in the forward pass: nothing is computed twice.
+T rows, H student width, G teacher width, V vocabulary, C rows of a chunk. Products run in the matrix library; between
+them one kernel reads both logits of a chunk (one program a row, online sums) and overwrites the student's with the
+gradient. [T, V] never exists, only [C, V]. Gradients are made in the forward pass: nothing is computed twice.
 """
 
 import torch
@@ -98,7 +98,8 @@ class _LinearKL(torch.autograd.Function):
             student = state_TH[part] @ head_VH.T
             teacher = teacher_state_TG[part] @ teacher_head_VG.T
             kl_rows_kernel[(student.shape[0],)](
-                student, teacher, weights_T[part], kl[part], alpha[part], hits[part], vocab, GRADIENT=gradient, BLOCK=block, PDL=PDL,
+                student, teacher, weights_T[part], kl[part], alpha[part], hits[part], vocab, GRADIENT=gradient,
+                BLOCK=block, PDL=PDL,
                 **launch_options(16 if block == 4096 else 4, 1),
             )  # fmt: skip
             if gradient:
@@ -115,17 +116,32 @@ class _LinearKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_):
         state_grad, head_grad = ctx.saved_tensors
-        return state_grad * grad_loss.to(state_grad.dtype), head_grad * grad_loss.to(head_grad.dtype), None, None, None, None
+        return (
+            state_grad * grad_loss.to(state_grad.dtype),
+            head_grad * grad_loss.to(head_grad.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def linear_kl(
-    state_TH: Tensor, head_VH: Tensor, teacher_state_TG: Tensor, teacher_head_VG: Tensor, weights_T: Tensor, chunk: int = 2048
+    state_TH: Tensor,
+    head_VH: Tensor,
+    teacher_state_TG: Tensor,
+    teacher_head_VG: Tensor,
+    weights_T: Tensor,
+    chunk: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sum of weight * kl, differentiable in state and head; kl fp32 [T]; sum of min(p, q) fp32 [T], 0 without gradient; int32 [T] hits)."""
+    """(sum of weight * kl, differentiable in state and head; kl fp32 [T]; sum of min(p, q) fp32 [T], 0 without
+    gradient; int32 [T] hits)."""
     rows, hidden = state_TH.shape
     require_tensor("state", state_TH, (None, None), FLOATS)
     require_tensor("head", head_VH, (None, hidden), (state_TH.dtype,))
     require_tensor("teacher_state", teacher_state_TG, (rows, None), FLOATS)
-    require_tensor("teacher_head", teacher_head_VG, (head_VH.shape[0], teacher_state_TG.shape[1]), (teacher_state_TG.dtype,))
+    require_tensor(
+        "teacher_head", teacher_head_VG, (head_VH.shape[0], teacher_state_TG.shape[1]), (teacher_state_TG.dtype,)
+    )
     require_tensor("weights", weights_T, (rows,), (torch.float32,))
     return _LinearKL.apply(state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T, chunk)

@@ -5,7 +5,12 @@ from torch import Tensor
 
 
 def linear_kl(
-    state_TH: Tensor, head_VH: Tensor, teacher_state_TG: Tensor, teacher_head_VG: Tensor, weights_T: Tensor, chunk: int = 2048
+    state_TH: Tensor,
+    head_VH: Tensor,
+    teacher_state_TG: Tensor,
+    teacher_head_VG: Tensor,
+    weights_T: Tensor,
+    chunk: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(sum of weight * kl, kl [T], sum of min(p, q) [T], int32 [T] hits), all at once: `chunk` is not used."""
     student_TV = (state_TH @ head_VH.T).float()

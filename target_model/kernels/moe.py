@@ -58,7 +58,8 @@ def plan(experts_TN: Tensor, experts: int, block_m: int) -> tuple[Tensor, Tensor
 
 
 def gemm_shape(pairs: int, experts: int, form: str = "none") -> dict:
-    """The tile for this many pairs: room for half as many tokens again as an expert gets on average, so that few need a second tile."""
+    """The tile for this many pairs: room for half as many tokens again as an expert gets on average, so that few need a
+    second tile."""
     block_m = min(128, max(16, power_of_two(cdiv(pairs * 3, experts * 2))))
     if block_m == 128:
         return {"block_m": 128, "block_w": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
@@ -81,12 +82,22 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted sum of each row's experts, [T, H].
 
-    With scales (uint8 E8M0, one for 32 values of a row: [E, 2I, H / 32] and [E, H, I / 32]) the weights are MXFP8 (e4m3, full shape) or MXFP4
-    (uint8, two values a byte, low nibble first: [E, 2I, H / 2] and [E, H, I / 2]).
+    With scales (uint8 E8M0, one for 32 values of a row: [E, 2I, H / 32] and [E, H, I / 32]) the weights are MXFP8
+    (e4m3, full shape) or MXFP4 (uint8, two values a byte, low nibble first: [E, 2I, H / 2] and [E, H, I / 2]).
     """
     shape = gemm_shape(experts_TN.numel(), w2_EHI.shape[0], weight_format(w13_E2IH, w13_scale))
     return run_experts(
-        x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, w13_scale=w13_scale, w2_scale=w2_scale, **shape
+        x_TH,
+        w13_E2IH,
+        w2_EHI,
+        weights_TN,
+        experts_TN,
+        alpha,
+        limit,
+        beta,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        **shape,
     )
 
 
@@ -95,7 +106,9 @@ def weight_format(weights: Tensor, scale: Tensor | None) -> str:
     if scale is None:
         return "none"
     formats = {torch.uint8: "e2m1", torch.float8_e4m3fn: "e4m3"}
-    require(weights.dtype in formats, f"scaled weights must be uint8 (MXFP4) or float8_e4m3fn (MXFP8), not {weights.dtype}")
+    require(
+        weights.dtype in formats, f"scaled weights must be uint8 (MXFP4) or float8_e4m3fn (MXFP8), not {weights.dtype}"
+    )
     return formats[weights.dtype]
 
 
@@ -140,11 +153,13 @@ def run_experts(
     y = torch.empty(rows * per_token, hidden, dtype=x_TH.dtype, device=x_TH.device)
     options = launch_options(num_warps, num_stages)
     up_kernel[(cdiv(width, block_w // 2), tiles)](
-        x_TH, w13_E2IH, w13_E2IH if w13_scale is None else w13_scale, order, tile_expert, act, alpha, limit, beta, H=hidden, I=width, N=per_token, BLOCK_M=block_m,
+        x_TH, w13_E2IH, w13_E2IH if w13_scale is None else w13_scale, order, tile_expert, act, alpha, limit, beta,
+        H=hidden, I=width, N=per_token, BLOCK_M=block_m,
         BLOCK_I=block_w // 2, BLOCK_K=block_k, FORMAT=form, UPCAST=INTERPRETED, PDL=PDL, **options,
     )  # fmt: skip
     down_kernel[(cdiv(hidden, block_w), tiles)](
-        act, w2_EHI, w2_EHI if w2_scale is None else w2_scale, order, tile_expert, y, H=hidden, I=width, BLOCK_M=block_m, BLOCK_H=block_w, BLOCK_K=block_k, FORMAT=form,
+        act, w2_EHI, w2_EHI if w2_scale is None else w2_scale, order, tile_expert, y, H=hidden, I=width,
+        BLOCK_M=block_m, BLOCK_H=block_w, BLOCK_K=block_k, FORMAT=form,
         UPCAST=INTERPRETED, PDL=PDL, **options,
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)

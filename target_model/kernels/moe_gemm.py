@@ -2,11 +2,12 @@
 
     act[m] = swiglu(w13[e] x[token(m)]);  y[pair(m)] = w2[e] act[m];  out[t] = sum_n weights[t, n] y[t N + n]
     swiglu: gate clamped above, up on both sides; gate * sigmoid(alpha * gate) * (up + beta)
-T rows, H hidden, E experts, I expert width, N experts of a token; places m are the pairs grouped by expert (plan_kernel), BLOCK_M of one
-expert to a tile. The weights are the first operand (their rows are the M of the matrix units) and the tokens the second, so a tile of 16 tokens
-wastes nothing and every weight is read once for it. A tile of w13 holds gate rows and the up rows of the same columns.
-Weights are as wide as x, or microscaled (FORMAT): "e4m3" bytes, or "e2m1" two to a byte, low nibble first, with one E8M0 scale for 32 values along
-the columns; they are widened to bf16 in registers.
+T rows, H hidden, E experts, I expert width, N experts of a token; places m are the pairs grouped by expert
+(plan_kernel), BLOCK_M of one expert to a tile. The weights are the first operand (their rows are the M of the matrix
+units) and the tokens the second, so a tile of 16 tokens wastes nothing and every weight is read once for it. A tile of
+w13 holds gate rows and the up rows of the same columns. Weights are as wide as x, or microscaled (FORMAT): "e4m3"
+bytes, or "e2m1" two to a byte, low nibble first, with one E8M0 scale for 32 values along the columns; they are widened
+to bf16 in registers.
 """
 
 import triton
@@ -16,7 +17,8 @@ from target_model.kernels.common import widen
 
 
 @triton.jit
-def product_step(weights, scales, row_at, row_ok, tokens, first, acc, W: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr,
+def product_step(weights, scales, row_at, row_ok, tokens, first, acc, W: tl.constexpr, BLOCK_K: tl.constexpr,
+FORMAT: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
     """acc += weights[rows, first : first + BLOCK_K] . tokens; row_at: int64 row numbers of the [.., W] weights."""
     if FORMAT == "none":
@@ -27,8 +29,14 @@ def product_step(weights, scales, row_at, row_ok, tokens, first, acc, W: tl.cons
         PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
         k = first // PACK + tl.arange(0, BLOCK_K // PACK)
         g = first // 32 + tl.arange(0, BLOCK_K // 32)
-        w = tl.load(weights + row_at[:, None] * (W // PACK) + k[None, :], mask=row_ok[:, None] & (k < W // PACK)[None, :], other=0)
-        scale = tl.load(scales + row_at[:, None] * (W // 32) + g[None, :], mask=row_ok[:, None] & (g < W // 32)[None, :], other=0)
+        w = tl.load(
+            weights + row_at[:, None] * (W // PACK) + k[None, :],
+            mask=row_ok[:, None] & (k < W // PACK)[None, :],
+            other=0,
+        )
+        scale = tl.load(
+            scales + row_at[:, None] * (W // 32) + g[None, :], mask=row_ok[:, None] & (g < W // 32)[None, :], other=0
+        )
         return tl.dot_scaled(w, scale, FORMAT, tokens, None, "bf16", acc)
 
 

@@ -1,7 +1,9 @@
 """The router of a mixture of experts, and the plan that groups its (token, expert) pairs by expert.
 
-    s = sigmoid(x . gate^T);  experts = the N best of s + bias, ties to the lower id;  weights = s[experts] / sum * scale
-The gate stays in fp32: products in three TF32 pieces, which is as exact as fp32. T rows, H hidden, E experts, N experts of a token.
+    s = sigmoid(x . gate^T);  experts = the N best of s + bias, ties to the lower id;  weights = s[experts] / sum *
+                              scale
+The gate stays in fp32: products in three TF32 pieces, which is as exact as fp32. T rows, H hidden, E experts, N experts
+of a token.
     logits_kernel  [T, E] partial sums, H split over programs
     route_kernel   joins the splits, one program a row
     plan_kernel    one program an expert: its pairs in order, padded to tiles of BLOCK_M, and the expert of each tile

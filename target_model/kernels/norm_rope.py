@@ -3,8 +3,9 @@
 For a row t and its heads q | k | index q | index k (n of them, then v, which only moves):
     y = x * rsqrt(mean(x^2) + eps) * scale[n];  z = y * cos[t] + y[swapped] * sin[t];  z rounds to x's dtype
 q and index q go to new tensors, k, v and index k to their slots of the cache, rounded to its dtype.
-T rows, Q query heads, K kv heads, J index heads, D head dim, P pages, B slots. cos and sin are full-width tables: 1 and 0 on the dims that
-pass, the first half of the rotated dims has its sine negated. A program covers one row and HEADS heads.
+T rows, Q query heads, K kv heads, J index heads, D head dim, P pages, B slots. cos and sin are full-width tables: 1 and
+0 on the dims that pass, the first half of the rotated dims has its sine negated. A program covers one row and HEADS
+heads.
 """
 
 import torch
@@ -96,9 +97,11 @@ def norm_rope_write(
     index_heads: int,
     batch: Batch,
 ) -> tuple[Tensor, Tensor | None]:
-    """Queries [T, Q, D] and index queries [T, J, D] (None without `index_pool`), normalised and rotated; keys and values are stored.
+    """Queries [T, Q, D] and index queries [T, J, D] (None without `index_pool`), normalised and rotated; keys and
+    values are stored.
 
-    `packed` holds q | k | index q | index k | v; a layer that reuses an earlier choice has index heads and passes index_pool None.
+    `packed` holds q | k | index q | index k | v; a layer that reuses an earlier choice has index heads and passes
+    index_pool None.
     """
     rows, total, dim = packed_TnD.shape
     kv_heads = k_pool_PBKD.shape[2]
@@ -119,7 +122,8 @@ def norm_rope_write(
     index_q = torch.empty(rows, index_heads, dim, dtype=packed_TnD.dtype, device=packed_TnD.device) if index else None
     heads = 16
     norm_rope_kernel[(rows, cdiv(normed + kv_heads, heads))](
-        packed_TnD, scale_nD, cos_TD, sin_TD, batch.physical_slots, q, index_q if index else q, k_pool_PBKD, v_pool_PBKD,
+        packed_TnD, scale_nD, cos_TD, sin_TD, batch.physical_slots, q, index_q if index else q, k_pool_PBKD,
+        v_pool_PBKD,
         index_pool_PBD if index else k_pool_PBKD, packed_TnD.stride(0), total - kv_heads, eps, Q=num_heads, K=kv_heads,
         J=max(index_heads, 1), D=dim, HALF=rotary_dim // 2, HEADS=heads, INDEX=index, PDL=PDL, **launch_options(4, 1),
     )  # fmt: skip

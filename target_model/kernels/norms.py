@@ -1,7 +1,9 @@
 """Row norms fused with what stands beside them. One program a row; sums in fp32.
 
-    add_norm:  r = x + residual;  y = r * rsqrt(mean(r^2) + eps) * scale              (the target's norms: scale = 1 + w)
-    dual_norm: out = [ e * rsqrt(mean(e^2) + eps) * a | f * rsqrt(mean(f^2) + eps) * b ]   (input of the draft's attention)
+    add_norm:  r = x + residual;  y = r * rsqrt(mean(r^2) + eps) * scale              (the target's norms: scale = 1 +
+               w)
+    dual_norm: out = [ e * rsqrt(mean(e^2) + eps) * a | f * rsqrt(mean(f^2) + eps) * b ]   (input of the draft's
+    attention)
 T rows, H hidden (any size up to 16384).
 """
 
@@ -74,7 +76,16 @@ def add_norm(x_TH: Tensor, residual_TH: Tensor, scale_H: Tensor, eps: float) -> 
     require_tensor("scale", scale_H, (hidden,), (torch.float32,))
     normed, total = torch.empty_like(x_TH), torch.empty_like(x_TH)
     add_norm_kernel[(rows,)](
-        x_TH, residual_TH, scale_H, total, normed, eps, H=hidden, WIDTH=power_of_two(hidden), PDL=PDL, **launch_options(8, 1)
+        x_TH,
+        residual_TH,
+        scale_H,
+        total,
+        normed,
+        eps,
+        H=hidden,
+        WIDTH=power_of_two(hidden),
+        PDL=PDL,
+        **launch_options(8, 1),
     )
     return normed, total
 

@@ -1,4 +1,5 @@
-"""Dense attention over the paged cache, causal rows or trees: layers without MSA and the draft. The kernel is in attention.py.
+"""Dense attention over the paged cache, causal rows or trees: layers without MSA and the draft. The kernel is in
+attention.py.
 
 Shapes: T rows, Q query heads, K kv heads, D head dim, P pages, B slots, S splits of the keys.
 """
@@ -21,7 +22,8 @@ from target_model.kernels.common import (
     require_tensor,
 )
 
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+# Two programs for each multiprocessor of an H100 or H200; in the interpreter just enough for several splits.
+PROGRAMS = 8 if INTERPRETED else 264
 
 
 def check_attention(q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, batch: Batch) -> None:
@@ -58,8 +60,8 @@ def run_attention(
     num_stages: int = 2,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], log2 of the sum of exponentials [T, Q]).
-    """
+    """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], log2 of the sum
+    of exponentials [T, Q])."""
     rows, heads, dim = q_TQD.shape
     kv_heads = k_pool_PBKD.shape[2]
     group = heads // kv_heads
@@ -71,8 +73,10 @@ def run_attention(
     unused = batch.row_start
     lists, list_pages, list_rows, list_count = union if union is not None else (unused,) * 4
     attention_kernel[(cdiv(batch.max_rows, block_t) * kv_heads * splits, batch.num_sequences)](
-        q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots, batch.positions,
-        batch.block_table, unused if batch.ancestors is None else batch.ancestors, unused if choice_TKN is None else choice_TKN,
+        q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots,
+        batch.positions,
+        batch.block_table, unused if batch.ancestors is None else batch.ancestors,
+        unused if choice_TKN is None else choice_TKN,
         lists, list_pages, list_rows, list_count, rows * heads, q_TQD.stride(0), batch.block_table.shape[1],
         lists.shape[-1], first_slot, scale * LOG2_E,
         MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
@@ -93,7 +97,8 @@ def combine(partial_STQD: Tensor, lse_STQ: Tensor, out_TQD: Tensor) -> Tensor:
     block_r = 1 if rows * heads <= 2048 else 8
     joined = torch.empty(rows, heads, dtype=torch.float32, device=out_TQD.device)
     combine_kernel[(cdiv(rows * heads, block_r),)](
-        partial_STQD, lse_STQ, out_TQD, joined, rows * heads, parts, D=dim, PARTS=power_of_two(parts), BLOCK_R=block_r, PDL=PDL,
+        partial_STQD, lse_STQ, out_TQD, joined, rows * heads, parts, D=dim, PARTS=power_of_two(parts), BLOCK_R=block_r,
+        PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
     return joined

@@ -1,15 +1,18 @@
 """Gumbel-coupled sampling over the whole vocabulary without sorting it.
 
-    token[n] = argmax_v  x[n, v] + gumbel(seed, choice, position, v)  over x >= threshold[n],   x = logits / temperature; ties: lower id
-N rows, V vocabulary, S splits of it. Temperature 0 is greedy: no noise, no filter. The noise is Philox4x32-10 with counter (v // 4, position,
-choice, 0) and the seed as key, u = (bits >> 9 + 1/2) / 2^23. Filters are thresholds on the value, so equal values stay or go together:
+    token[n] = argmax_v  x[n, v] + gumbel(seed, choice, position, v)  over x >= threshold[n],   x = logits /
+                         temperature; ties: lower id
+N rows, V vocabulary, S splits of it. Temperature 0 is greedy: no noise, no filter. The noise is Philox4x32-10 with
+counter (v // 4, position, choice, 0) and the seed as key, u = (bits >> 9 + 1/2) / 2^23. Filters are thresholds on the
+value, so equal values stay or go together:
     top-k   the largest u with at least k values >= u
     top-p   the largest u whose values >= u hold top_p of the mass that top-k left (ties at its border counted up to k)
     min-p   max + log(min_p)
-The row is read twice and a half: once for the maxima of GROUPS interleaved groups, whose k-th largest bounds the k-th largest value from below,
-and once to collect the values above that bound. Bisections on the bits of the floats then run over those few CANDIDATES in registers. When they
-are too many (a great many equal values) or hold too little mass (top-p without top-k on a flat row), the bisections run over the whole row.
-Masses are sums of integers, exp(x - max) * 2^40: they do not depend on the order of summation, so a seed gives the same text every time.
+The row is read twice and a half: once for the maxima of GROUPS interleaved groups, whose k-th largest bounds the k-th
+largest value from below, and once to collect the values above that bound. Bisections on the bits of the floats then run
+over those few CANDIDATES in registers. When they are too many (a great many equal values) or hold too little mass
+(top-p without top-k on a flat row), the bisections run over the whole row. Masses are sums of integers, exp(x - max) *
+2^40: they do not depend on the order of summation, so a seed gives the same text every time.
 """
 
 import torch
@@ -44,7 +47,8 @@ def scaled_tile(row, first, V, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh(x, key, top, MASS: tl.constexpr):
-    """int64 number of values whose key is at least `key`, or with MASS the sum of their exp(x - top) in units of 2^-40."""
+    """int64 number of values whose key is at least `key`, or with MASS the sum of their exp(x - top) in units of
+    2^-40."""
     if MASS:
         weight = (tl.exp(x - top) * 1099511627776.0).to(tl.int64)
     else:
@@ -255,14 +259,16 @@ def sample_tokens(
     counters = torch.zeros(rows, dtype=torch.int32, device=device)
     threshold_kernel[(rows,)](
         logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, candidates, counters, thresholds, vocab,
-        GROUPS=min(GROUPS, power_of_two(vocab)), CANDIDATES=CANDIDATES, MOST_TOP_K=MOST_TOP_K, PDL=PDL, **launch_options(16, 1),
+        GROUPS=min(GROUPS, power_of_two(vocab)), CANDIDATES=CANDIDATES, MOST_TOP_K=MOST_TOP_K, PDL=PDL,
+        **launch_options(16, 1),
     )  # fmt: skip
     words = min(1024, power_of_two(cdiv(vocab, 4)))
     splits = cdiv(cdiv(vocab, 4), words)
     best_value = torch.empty(rows, splits, dtype=torch.float32, device=device)
     best_token = torch.empty(rows, splits, dtype=torch.int64, device=device)
     sample_kernel[(rows, splits)](
-        logits_NV, temperature_N, thresholds, seed_N, choice_N, position_N, best_value, best_token, vocab, WORDS=words, PDL=PDL,
+        logits_NV, temperature_N, thresholds, seed_N, choice_N, position_N, best_value, best_token, vocab, WORDS=words,
+        PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
     tokens = torch.empty(rows, dtype=torch.int64, device=device)

@@ -40,7 +40,9 @@ def sample_tokens(
     vocab = logits_NV.shape[1]
     word = torch.arange((vocab + 3) // 4, device=logits_NV.device)[None]
     counter = (word, position_N[:, None], choice_N[:, None], torch.zeros_like(word))
-    bits = torch.stack(philox(counter, (seed_N[:, None] & _MASK, (seed_N[:, None] >> 32) & _MASK)), -1).flatten(1)[:, :vocab]
+    bits = torch.stack(philox(counter, (seed_N[:, None] & _MASK, (seed_N[:, None] >> 32) & _MASK)), -1).flatten(1)[
+        :, :vocab
+    ]
     noise_NV = -torch.log(-torch.log(((bits >> 9).float() + 0.5) * 2.0**-23))
     tokens = []
     for n, row in enumerate(logits_NV.float()):

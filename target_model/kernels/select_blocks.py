@@ -71,7 +71,8 @@ def score_few(
     blocks = scores.shape[2]
     columns = max(16, power_of_two(batch.max_rows * heads))
     few_scores_kernel[(cdiv(blocks, pages), batch.num_sequences, 1)](
-        index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table, index_q_TJD.stride(0),
+        index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table,
+        index_q_TJD.stride(0),
         batch.block_table.shape[1], blocks, TREE=batch.ancestors is not None, J=heads, D=dim, PAGE=batch.page_size,
         BLOCK_C=columns, PAGES=pages, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages),
@@ -97,7 +98,8 @@ def score_many(
     if splits is None:
         splits = min(blocks, max(1, 528 // (tiles * batch.num_sequences)))
     many_scores_kernel[(tiles * splits, batch.num_sequences)](
-        index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table, index_q_TJD.stride(0),
+        index_q_TJD, pool, scores, batch.row_start, batch.committed, batch.slots, batch.block_table,
+        index_q_TJD.stride(0),
         batch.block_table.shape[1], blocks, TREE=batch.ancestors is not None, J=heads, D=dim, PAGE=batch.page_size,
         BLOCK_C=block_c, SPLITS=splits, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
@@ -111,8 +113,10 @@ def score_scratch(index_q_TJD: Tensor, pool: Tensor, batch: Batch) -> tuple[Tens
     scratch = torch.empty(rows, heads, span, dtype=torch.float32, device=index_q_TJD.device)
     columns = min(64, max(16, power_of_two(batch.max_rows * heads)))
     scratch_scores_kernel[(cdiv(batch.max_rows * heads, columns), batch.num_sequences)](
-        index_q_TJD, pool, scratch, batch.row_start, batch.committed, batch.positions, batch.ancestors, batch.block_table,
-        index_q_TJD.stride(0), batch.block_table.shape[1], J=heads, D=dim, PAGE=batch.page_size, BLOCK_C=columns, SPAN=span,
+        index_q_TJD, pool, scratch, batch.row_start, batch.committed, batch.positions, batch.ancestors,
+        batch.block_table,
+        index_q_TJD.stride(0), batch.block_table.shape[1], J=heads, D=dim, PAGE=batch.page_size, BLOCK_C=columns,
+        SPAN=span,
         UPCAST=INTERPRETED, PDL=PDL, **launch_options(4, 1),
     )  # fmt: skip
     return scratch, span
@@ -127,7 +131,8 @@ def choose(
     width = max(power_of_two(top_k), power_of_two(blocks))
     choose_kernel[(rows * heads,)](
         scores_TJC, scratch_TJS, batch.row_start, batch.committed, batch.positions, chosen, blocks, batch.num_sequences,
-        init_blocks, local_blocks, TREE=batch.ancestors is not None, J=heads, PAGE=batch.page_size, N=top_k, BLOCKS=width,
+        init_blocks, local_blocks, TREE=batch.ancestors is not None, J=heads, PAGE=batch.page_size, N=top_k,
+        BLOCKS=width,
         SPAN=span, SEQUENCES=power_of_two(batch.num_sequences), PDL=PDL,
         **launch_options(1 if width <= 1024 and rows * heads > 512 else 4, 1),
     )  # fmt: skip

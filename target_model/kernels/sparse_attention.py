@@ -1,8 +1,8 @@
 """Block-sparse grouped-query attention over the chosen pages. The kernels are in attention.py and chosen_lists.py.
 
 Shapes: T rows, Q query heads, K kv heads (= index heads), D head dim, P pages, B slots, N chosen blocks.
-One row a sequence: split over the row's own blocks, partials joined. Else tiles of rows over the union of their blocks, so that rows share
-what they load: 8 rows (128 with their heads) in prefill, 4 in trees, whose rows choose less alike.
+One row a sequence: split over the row's own blocks, partials joined. Else tiles of rows over the union of their blocks,
+so that rows share what they load: 8 rows (128 with their heads) in prefill, 4 in trees, whose rows choose less alike.
 """
 
 import torch
@@ -88,7 +88,8 @@ def tiled(
     union = torch.empty(3, tiles, kv_heads, block_t * count, dtype=torch.int32, device=q_TQD.device)
     sizes = torch.empty(tiles, kv_heads, dtype=torch.int32, device=q_TQD.device)
     union_kernel[(cdiv(batch.max_rows, block_t) * kv_heads, batch.num_sequences)](
-        blocks_TKN, batch.row_start, batch.committed, batch.block_table, *union, sizes, batch.block_table.shape[1], TREE=batch.ancestors is not None, HEADS=kv_heads,
+        blocks_TKN, batch.row_start, batch.committed, batch.block_table, *union, sizes, batch.block_table.shape[1],
+        TREE=batch.ancestors is not None, HEADS=kv_heads,
         PAGE=batch.page_size, N=count, N_PAD=power_of_two(count), BLOCK_T=block_t, PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Random batches over a poisoned pool: every slot that no row may read holds NaN, pages are handed out in random order."""
+"""Random batches over a poisoned pool: every slot that no row may read holds NaN, pages are handed out in random
+order."""
 
 import random
 

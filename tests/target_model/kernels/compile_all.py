@@ -1,7 +1,8 @@
-"""Compiles every kernel for sm_90 with the shapes of MiniMax-M3, without a GPU: run as a program, in a process without TRITON_INTERPRET.
+"""Compiles every kernel for sm_90 with the shapes of MiniMax-M3, without a GPU: run as a program, in a process without
+TRITON_INTERPRET.
 
-The public wrappers are called on CPU tensors; each launch is compiled instead of run. Prints one line a kernel: name, warps, stages, shared
-memory, registers, spilled bytes.
+The public wrappers are called on CPU tensors; each launch is compiled instead of run. Prints one line a kernel: name,
+warps, stages, shared memory, registers, spilled bytes.
 """
 
 import re

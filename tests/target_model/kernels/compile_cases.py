@@ -71,11 +71,22 @@ def row_norms() -> None:
     norms.dual_norm(x, x, scale, scale, 1e-6)
 
 
+def microscaled_experts() -> None:
+    """MXFP4, then MXFP8."""
+    shares, chosen = empty(4, 4, dtype=torch.float32), torch.zeros(4, 4, dtype=torch.int64)
+    for pack, dtype in ((2, torch.uint8), (1, torch.float8_e4m3fn)):
+        w13, w2 = (torch.empty(128, n, k // pack, dtype=dtype) for n, k in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        scales = (torch.empty(128, n, k // 32, dtype=torch.uint8) for n, k in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)))
+        moe.grouped_experts(empty(4, HIDDEN), w13, w2, shares, chosen, 1.7, 7.0, 1.0, *scales)
+
+
 def experts(rows: int) -> None:
     gate, bias = empty(128, HIDDEN, dtype=torch.float32), empty(128, dtype=torch.float32)
     weights, chosen = moe.route(empty(rows, HIDDEN), gate, bias, 4, 2.0)
     w13 = torch.empty(128, 2 * WIDTH, HIDDEN, dtype=BF16)  # never touched
-    moe.grouped_experts(empty(rows, HIDDEN), w13, torch.empty(128, HIDDEN, WIDTH, dtype=BF16), weights, chosen, 1.7, 7.0, 1.0)
+    moe.grouped_experts(
+        empty(rows, HIDDEN), w13, torch.empty(128, HIDDEN, WIDTH, dtype=BF16), weights, chosen, 1.7, 7.0, 1.0
+    )
 
 
 def commit() -> None:
@@ -86,7 +97,9 @@ def commit() -> None:
 
 def sample() -> None:
     floats, ids = torch.ones(2), torch.ones(2, dtype=torch.int64)
-    sample_tokens.sample_tokens(empty(2, 200_064, dtype=torch.float32), floats, ids.int(), floats, floats, ids, ids, ids)
+    sample_tokens.sample_tokens(
+        empty(2, 200_064, dtype=torch.float32), floats, ids.int(), floats, floats, ids, ids, ids
+    )
 
 
 def training_loss() -> None:
@@ -106,6 +119,7 @@ CASES = {
     "commit": commit,
     "sample": sample,
     "training loss": training_loss,
+    "microscaled": microscaled_experts,
     "experts 1": lambda: experts(1),
     "experts 1024": lambda: experts(1024),
     "experts 8192": lambda: experts(8192),

@@ -1,4 +1,5 @@
-"""The attention and indexer kernels against their references, on small ragged shapes with NaN in every slot nobody may read."""
+"""The attention and indexer kernels against their references, on small ragged shapes with NaN in every slot nobody may
+read."""
 
 import pytest
 import torch
@@ -95,9 +96,9 @@ def test_sparse_attention(kind, page, dim, heads, kv_heads, top_k):
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("block_t", "splits"), [(8, 1), (4, 2), (1, 4)])
+@pytest.mark.parametrize(("block_t", "splits"), [(8, 1), (4, 2)])
 def test_tiles_and_splits_do_not_change_a_tree(block_t, splits):
-    batch, pages = tree_batch([61, 30], [9, 20], 16, device=DEVICE)
+    batch, pages = tree_batch([61, 30], [5, 11], 16, device=DEVICE)
     q = normal(batch, 8, 32)
     k, v = (poisoned_pool(batch, pages, 2, 32, seed=s) for s in (2, 3))
     index_pool = clean(poisoned_pool(batch, pages, 32, seed=4))

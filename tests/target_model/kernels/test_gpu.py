@@ -1,4 +1,5 @@
-"""On a GPU, the shapes of MiniMax-M3 in bf16: error against fp32, 64-bit addressing, and a decode step in a CUDA graph."""
+"""On a GPU, the shapes of MiniMax-M3 in bf16: error against fp32, 64-bit addressing, and a decode step in a CUDA
+graph."""
 
 from dataclasses import replace
 

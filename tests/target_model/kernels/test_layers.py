@@ -26,7 +26,9 @@ def test_norm_rope_write(kind, heads, kv_heads, index_heads, dim, rotary):
     for module in (norm_rope, norm_rope_ref):
         k, v = (torch.zeros(pages, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
         index = torch.zeros(pages, 16, dim, device=DEVICE) if kind == "sparse" else None
-        q, index_q = module.norm_rope_write(packed, scale, cos, sin, rotary, 1e-6, heads, k, v, index, index_heads, batch)
+        q, index_q = module.norm_rope_write(
+            packed, scale, cos, sin, rotary, 1e-6, heads, k, v, index, index_heads, batch
+        )
         results.append([x for x in (q, index_q, k, v, index) if x is not None])
     for out, want in zip(*results, strict=True):
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
@@ -66,6 +68,7 @@ def test_grouped_experts(tile, rows, experts, top_k, hidden, width):
     out = moe.run_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, **tile)
     want = moe_ref.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
+
 
 def quantise(w: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weights, scales, what they stand for) of random weights [E, N, K]: MXFP4 or MXFP8."""

@@ -64,7 +64,8 @@ def test_top_k_of_one_is_greedy_and_equal_values_stay_together():
     assert sample_tokens.sample_tokens(logits, **arguments).tolist() == [7] * 6
     logits[:, 9] = 1.0
     assert set(sample_tokens.sample_tokens(logits.repeat(4, 1), **{
-        name: torch.cat([x] * 4) + (torch.arange(24, device=DEVICE) if name == "position_N" else 0) for name, x in arguments.items()
+        name: torch.cat([x] * 4) + (torch.arange(24, device=DEVICE) if name == "position_N" else 0) for name,
+        x in arguments.items()
     }).tolist()) == {7, 9}  # fmt: skip
 
 

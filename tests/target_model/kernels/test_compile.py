@@ -1,0 +1,41 @@
+"""Every kernel still compiles for sm_90, on a machine without a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def compile_cases(*names: str) -> str:
+    """What compile_all prints, in a process where kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.target_model.kernels.compile_all", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_decode_kernels_compile():
+    output = compile_cases("commit", "write")
+    assert "commit_kernel" in output and "write_kernel" in output
+
+
+@pytest.mark.slow
+def test_all_kernels_compile_with_tensor_cores_and_without_large_spills():
+    lines = [line.split() for line in compile_cases().splitlines() if "registers" in line]
+    for words in lines:
+        numbers = dict(zip(words[1::2], words[2::2], strict=False))
+        assert int(numbers["stack"]) <= 96, words
+        if words[0] in ("attention_kernel", "many_scores_kernel", "up_kernel", "down_kernel"):
+            assert int(numbers["wgmma"]) + int(numbers["mma"]) > 0, words
+    assert {words[0] for words in lines} == {
+        "add_norm_kernel", "attention_kernel", "choose_kernel", "combine_kernel", "commit_kernel", "down_kernel",
+        "dual_norm_kernel",
+        "few_scores_kernel", "join_kernel", "kl_rows_kernel", "logits_kernel", "many_scores_kernel",
+        "norm_rope_kernel", "plan_kernel",
+        "route_kernel", "sample_kernel", "scratch_scores_kernel", "threshold_kernel", "union_kernel", "up_kernel",
+        "weighted_sum_kernel", "write_kernel",
+    }  # fmt: skip
