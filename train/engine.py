@@ -8,6 +8,7 @@ import copy
 import logging
 import os
 import socket
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
         set_accelerator(CPU_Accelerator())
-        # Compiling this extension takes minutes and needs a compiler; gloo does its work.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed looks up here which extensions it may compile, which takes minutes and a compiler: none. gloo and
+        # torch do their work. Assigned whole, as reading it would first try out a compiler on each of them.
+        vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
@@ -135,10 +137,10 @@ class DraftEngine:
             total = sums if total is None else total + sums
         return total
 
-    def grad_norm(self) -> float:
-        """Global gradient norm of the last step, before clipping."""
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, before clipping; None where DeepSpeed does not keep it (fp32, ZeRO 0)."""
         norm = self.engine.get_global_grad_norm()
-        return float(norm) if norm is not None else 0.0
+        return None if norm is None else float(norm)
 
     def export(self) -> Eagle3Draft:
         """A frozen copy of the draft on this device, in the compute dtype. All ranks call it together."""

@@ -1,0 +1,78 @@
+"""Configuration mistakes are one line that names the key; recipes are valid; the plan tells sizes."""
+
+import pytest
+
+from target_model.errors import UserError
+from target_model.resolve import target_config
+from train.config import load_config, parse_config
+from train.plan import plan
+
+BASE = "name: x\ndata: {path: rows.jsonl}\nschedule: {steps: 3}\n"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def test_overrides(recipe):
+    config = load_config(recipe, ["optimizer.lr=3e-4", "data.packing=true", "draft.taps=[1, 2]", "ttt.steps=5"])
+    assert config.optimizer.lr == 3e-4 and config.data.packing and config.draft.taps == [1, 2] and config.ttt.steps == 5
+    assert load_config(recipe, ["schedule.steps=null", "schedule.epochs=2"]).schedule.epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("optimiser.lr=1", r"unknown key optimiser \(did you mean optimizer\?\)"),
+        ("optimizer.learning_rate=1", "unknown key optimizer.learning_rate"),
+        ("optimizer.lr=fast", "optimizer.lr: input should be a valid number, not 'fast'"),
+        ("optimizer.lr=true", "optimizer.lr"),
+        ("optimizer.lr=-1", "optimizer.lr: input should be greater than 0, not -1"),
+        ("ttt.steps=2.5", "ttt.steps"),
+        ("ttt.steps='3'", "ttt.steps"),
+        ("engine.zero_stage=4", "engine.zero_stage"),
+        ("engine.device=tpu", "engine.device"),
+        ("schedule.epochs=2", "schedule: give exactly one of steps, epochs, tokens"),
+        ("name=a/b", "name"),
+        ("data.path=3", "data.path"),
+        ("ttt=3", "ttt"),
+        ("name.first=x", "name is not a section"),
+        ("nonsense", "not of the form"),
+        ("optimizer.lr=[1", "not valid YAML"),
+    ],
+)
+def test_mistakes_name_their_key(recipe, override, named):
+    with pytest.raises(UserError, match=named) as failure:
+        load_config(recipe, [override])
+    assert "\n" not in str(failure.value)
+
+
+def test_mistakes_in_the_file(recipe):
+    recipe.write_text(BASE + "seed: 1\nseed: 2\n")
+    with pytest.raises(UserError, match="seed is given twice"):
+        load_config(recipe)
+    recipe.write_text("- a\n")
+    with pytest.raises(UserError, match="must hold keys and values"):
+        load_config(recipe)
+    with pytest.raises(UserError, match="key data is missing"):
+        parse_config({"name": "x", "schedule": {"steps": 1}})
+    with pytest.raises(UserError, match=r"no training configuration nothing: .*demo.*minimax-m3"):
+        load_config("nothing")
+
+
+@pytest.mark.parametrize("name", ["demo", "m3-tiny", "minimax-m3"])
+def test_recipes_are_valid_and_can_be_planned(name):
+    config = load_config(name)
+    text = plan(config, target_config(config.target), world=2)
+    for word in ("weights", "optimizer", "activations", "disk", "global batch", f"runs/{config.name}"):
+        assert word in text
+
+
+def test_the_plan_of_the_real_target():
+    config = load_config("minimax-m3")
+    text = plan(config, target_config("MiniMax-M3"), world=8)
+    assert "3,263,735,808 parameters" in text and "layers [2, 30, 57]" in text
+    assert "32 rows of 4096 tokens" in text

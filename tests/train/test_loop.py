@@ -1,0 +1,235 @@
+"""Whole runs on m3-tiny: they learn, resume exactly, judge, export, and DeepSpeed does the work."""
+
+import json
+import sys
+
+import deepspeed
+import pytest
+import torch
+
+from draft_model.checkpoint import load_draft
+from draft_model.resolve import list_runs
+from target_model.checkpoint import load_target
+from target_model.errors import UserError
+from train import engine as engine_module
+from train.config import parse_config
+from train.loop import train
+from train.schedule import DataOrder, learning_rate
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "for i in range(10):\n    print(i)\n",
+    "x = [1, 2, 3]\ny = sum(x)\nprint(y)\n",
+    "import os\nprint(os.getcwd())\nos.chdir('..')\n",
+    "class A:\n    def __init__(self):\n        self.x = 1\n",
+    "try:\n    f()\nexcept ValueError:\n    pass\n",
+    "while True:\n    break\nelse:\n    print('no')\n",
+]
+
+
+@pytest.fixture
+def settings(tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": text * 2}) + "\n" for text in TEXTS))
+
+    def make(name="run", **changes):
+        values = {
+            "name": name,
+            "output": str(tmp_path / "runs"),
+            "data": {"path": str(data), "sequence_length": 40},
+            "ttt": {"steps": 3},
+            "optimizer": {"lr": 2e-3},
+            "schedule": {"steps": 20, "warmup": 0.4},
+            "engine": {"device": "cpu", "dtype": "float32", "micro_batch": 1, "accumulate": 3, "threads": 1},
+            "checkpoint": {"every": 10, "export_dtype": "float32"},
+            "log": {"every": 1},
+            "features": {"cache": True},
+        }
+        for key, value in changes.items():
+            section, _, field = key.partition("__")
+            if field:
+                values.setdefault(section, {})[field] = value
+            else:
+                values[section] = value
+        return parse_config(values)
+
+    return make
+
+
+def log_of(result):
+    return [json.loads(line) for line in (result.directory / "log.jsonl").read_text().splitlines()]
+
+
+def same_weights(first, second):
+    ours, theirs = (load_draft(result.draft).state_dict() for result in (first, second))
+    return all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_it_learns_and_exports(settings):
+    result = train(settings(schedule__steps=40, engine__zero_stage=1), progress=False)
+    log = log_of(result)
+    assert [line["step"] for line in log] == list(range(1, 41))
+    assert log[-1]["loss"] < 0.7 * log[0]["loss"] and log[-1]["tau_sim"] > log[0]["tau_sim"]
+    assert log[-1]["grad_norm"] > 0 and log[-1]["tokens"] > 1000
+    draft, target = load_draft(result.draft), load_target("m3-tiny")
+    assert torch.equal(draft.embed_tokens.weight, target.embed_tokens.weight)  # frozen
+    assert not torch.equal(draft.lm_head.weight, target.lm_head.weight)  # trained
+    record = json.loads((result.directory / "run.json").read_text())
+    assert record["complete"] and record["step"] == 40 and record["target"] == "m3-tiny"
+    assert [run.name for run in list_runs(result.directory.parent)] == ["run"]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_resume_is_exact(settings, stage):
+    """20 steps = 10 + 10 = 7 + 13, in mid-epoch, bit for bit: weights, losses, learning rates."""
+    straight = train(settings("straight", engine__zero_stage=stage), progress=False)
+    expected = [(line["step"], line["lr"], line["loss"]) for line in log_of(straight)]
+    assert len({round(lr, 9) for _, lr, _ in expected}) > 10
+    for name, stop in (("ten", 10), ("seven", 7)):
+        config = settings(name, engine__zero_stage=stage)
+        part = train(config, progress=False, stop_after=stop)
+        assert part.step == stop
+        torch.manual_seed(99)
+        resumed = train(config, progress=False)
+        assert resumed.step == 20
+        assert [(line["step"], line["lr"], line["loss"]) for line in log_of(resumed)] == expected
+        assert same_weights(straight, resumed)
+
+
+def test_resume_after_a_kill_repeats_what_was_not_saved(settings):
+    straight = train(settings("straight"), progress=False)
+    config = settings("killed")
+    train(config, progress=False, stop_after=14)
+    # As if the process had died at step 14 with the checkpoint of step 10 as its last, and another half written.
+    state = config.run_directory / "state"
+    (state / "step-00000014").rename(state / "step-00000014.partial")
+    resumed = train(config, progress=False)
+    assert [line["step"] for line in log_of(resumed)] == list(range(1, 21))
+    assert same_weights(straight, resumed)
+    assert sorted(path.name for path in state.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_bfloat16_resumes_too(settings):
+    """fp32 masters and moments survive, at ZeRO 0 as well."""
+    for stage in (0, 1):
+        change = {"engine__dtype": "bfloat16", "engine__zero_stage": stage, "schedule__steps": 6}
+        straight = train(settings(f"straight{stage}", **change), progress=False)
+        config = settings(f"cut{stage}", **change)
+        train(config, progress=False, stop_after=3)
+        assert same_weights(straight, train(config, progress=False)), stage
+
+
+def test_frozen_and_pruned_parts_survive_a_resume(settings):
+    change = {"draft__draft_vocab_size": 64, "draft__train_head": False, "schedule__steps": 4}
+    config = settings("pruned", **change)
+    train(config, progress=False, stop_after=2)
+    resumed = train(config, progress=False)
+    draft, target = load_draft(resumed.draft), load_target("m3-tiny")
+    kept = draft.target_ids(torch.arange(64))
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[kept])
+    saved = list((resumed.directory / "state").glob("*/*model_states.pt"))
+    assert saved and all(path.stat().st_size < 3e7 for path in saved)  # the target is not in it
+
+
+def test_the_judge_chooses_the_best(settings):
+    seen = []
+
+    def judge(draft):
+        seen.append(draft.fc.weight.clone())
+        return {"al": {1: 1.5, 2: 2.5, 3: 2.0}[len(seen)], "note": "x"}
+
+    config = settings("judged", eval__every=4, schedule__steps=12)
+    result = train(config, judge=judge, progress=False)
+    assert len(seen) == 3 and result.best == {"al": 2.5, "note": "x", "step": 8}
+    assert torch.equal(load_draft(result.draft).fc.weight, seen[1])
+    # A judgement in the middle changes nothing that follows.
+    plain = train(settings("plain", schedule__steps=12), progress=False)
+    losses = [[line["loss"] for line in log_of(r) if "loss" in line] for r in (result, plain)]
+    assert losses[0] == losses[1]
+    assert list_runs(result.directory.parent)[0].best_al == 2.5
+
+
+def test_accumulation_is_the_large_batch(settings):
+    """Row weights are those of the whole step, so 3 micro batches of 2 give the losses of one of 6."""
+    runs = [
+        train(settings(f"a{a}", engine__accumulate=a, engine__micro_batch=6 // a, schedule__steps=5), progress=False)
+        for a in (1, 3)
+    ]
+    first, second = ([line["loss"] for line in log_of(run)] for run in runs)
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+def test_deepspeed_is_the_engine(settings, monkeypatch):
+    engines = []
+    original = engine_module.DraftEngine.__init__
+
+    def remember(self, *args):
+        original(self, *args)
+        engines.append(self.engine)
+        partitions = sum(t.numel() for group in self.engine.optimizer.param_groups for t in group["params"])
+        engines.append(partitions)
+
+    monkeypatch.setattr(engine_module.DraftEngine, "__init__", remember)
+    train(settings("ds", engine__zero_stage=1, schedule__steps=1), progress=False)
+    engine, partition = engines
+    assert isinstance(engine, deepspeed.DeepSpeedEngine) and engine.zero_optimization_stage() == 1
+    trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+    assert trained <= partition < trained + 4096  # a world of one holds all of it, padded
+    assert engine.gradient_accumulation_steps() == 3 and engine.gradient_clipping() == 1.0
+
+
+def test_a_run_with_other_settings_is_refused(settings):
+    train(settings(schedule__steps=2), progress=False)
+    with pytest.raises(UserError, match=r"trained with optimizer\.lr=0\.002, now 0\.1: choose another name"):
+        train(settings(schedule__steps=2, optimizer__lr=0.1), progress=False)
+    again = train(settings(schedule__steps=2, optimizer__lr=0.1, resume=False), progress=False)
+    assert again.step == 2
+
+
+def test_divergence_and_a_full_disk_are_told(settings, monkeypatch):
+    with pytest.raises(UserError, match=r"not finite at step \d+: lower optimizer\.lr"):
+        train(settings("wild", optimizer__lr=1e30), progress=False)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "save_checkpoint", full)
+    config = settings("full", schedule__steps=2)
+    with pytest.raises(UserError, match="could not be written: .*No space"):
+        train(config, progress=False)
+    assert list((config.run_directory / "state").iterdir()) == []
+    monkeypatch.setattr("train.loop.shutil.disk_usage", lambda _: type("usage", (), {"free": 10**6}))
+    with pytest.raises(UserError, match=r"0\.00 GB free, but checkpoints of this run need"):
+        train(settings("small", schedule__steps=2), progress=False)
+
+
+def test_wandb_offline_writes_and_stays_off_by_default(settings):
+    assert settings().log.wandb == "disabled"
+    train(settings("off", schedule__steps=1), progress=False)
+    assert "train.tracking" not in sys.modules  # the only importer of wandb
+    result = train(settings("tracked", schedule__steps=2, log__wandb="offline"), progress=False)
+    assert list(result.directory.glob("wandb/offline-run-*"))
+
+
+def test_regression_start_is_better_than_a_random_one(settings):
+    losses = []
+    for start in ("random", "regression"):
+        config = settings(start, draft__initialisation=start, schedule__steps=1, engine__accumulate=7)
+        losses.append(log_of(train(config, progress=False))[0]["loss"])
+    assert losses[1] < 0.7 * losses[0]
+
+
+def test_order_and_schedule_depend_on_the_step_alone():
+    order = DataOrder(7, 3, seed=1)
+    batches = [order.batch(step).tolist() for step in range(14)]
+    flat = sum(batches, [])
+    for epoch in range(6):
+        assert sorted(flat[7 * epoch : 7 * epoch + 7]) == list(range(7))
+    assert flat[:7] != flat[7:14]
+    assert DataOrder(7, 3, seed=1).batch(9).tolist() == batches[9]
+    schedule = parse_config(
+        {"name": "x", "data": {"path": "x"}, "schedule": {"steps": 10, "warmup": 0.2, "final": 0.1}}
+    )
+    rates = [learning_rate(step, 10, 1.0, schedule.schedule) for step in range(11)]
+    assert rates[:3] == [0.5, 1.0, 1.0] and rates[10] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
