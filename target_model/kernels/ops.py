@@ -127,3 +127,31 @@ def grouped_experts(
     """The weighted sum of each row's experts, [T, H]."""
     kernel = _implementation("moe", x_TH).grouped_experts
     return kernel(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta)
+
+
+def linear_kl(
+    state_TH: Tensor, head_VH: Tensor, teacher_state_TG: Tensor, teacher_head_VG: Tensor, weights_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weighted KL of student against teacher distribution, with gradient; see linear_kl.py."""
+    kernel = _implementation("linear_kl", state_TH).linear_kl
+    return kernel(state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T)
+
+
+def sample_tokens(
+    logits_NV: Tensor,
+    temperature_N: Tensor,
+    top_k_N: Tensor,
+    top_p_N: Tensor,
+    min_p_N: Tensor,
+    seed_N: Tensor,
+    choice_N: Tensor,
+    position_N: Tensor,
+) -> Tensor:
+    """Filters, Gumbel noise and argmax of every row: int64 [N]."""
+    kernel = _implementation("sample_tokens", logits_NV).sample_tokens
+    return kernel(logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, seed_N, choice_N, position_N)
+
+
+def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:
+    """Moves the cache rows of accepted nodes behind the root, in every layer."""
+    _implementation("commit_rows", k_LPBKD).commit_rows(k_LPBKD, v_LPBKD, index_SPBD, path_RM, batch)
