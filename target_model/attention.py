@@ -67,12 +67,10 @@ class Attention(nn.Module):
             batch,
         )
         blocks_TJN = previous_TJN
-        if chooses:
-            blocks_TJN = None
-            if need_blocks or batch.max_context > config.top_k_blocks * config.block_size:
-                blocks_TJN = ops.select_blocks(
-                    index_q_TJD, cache.index_k, batch, config.top_k_blocks, config.init_blocks, config.local_blocks
-                )
+        if chooses and (need_blocks or batch.max_context > config.top_k_blocks * config.block_size):
+            blocks_TJN = ops.select_blocks(
+                index_q_TJD, cache.index_k, batch, config.top_k_blocks, config.init_blocks, config.local_blocks
+            )
         if self.sparse and blocks_TJN is not None:
             attended = ops.sparse_attention(q_TQD, cache.k, cache.v, blocks_TJN, batch, self.scale)
         else:
