@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from spec.bench.kernels import (
+from spec.bench.kernel_timing import Machine, Row, Timer
+from spec.bench.msa_cases import (
     DIM,
     HEADS,
     KV_HEADS,
     PAGE,
     SCALE,
-    Machine,
-    Row,
-    Timer,
     decode_batch,
     prefill_batch,
     random,
