@@ -1,5 +1,4 @@
-"""One answer while it is produced: updates of the engine become text, cut exactly where the answer ends, and
-counted."""
+"""One answer while it is produced: the engine's updates become text, cut where the answer ends, and counts."""
 
 import time
 from collections.abc import AsyncIterator
@@ -86,6 +85,7 @@ class Answer:
         self._logprobs: list[TokenLogprob] = []
         self.counts = Counts()
         self.finish_reason: str | None = None
+        self.ended_by_token = False  # by the end of text or a stop token: the model itself was done
         self.started = time.perf_counter()
         self.arrivals: list[tuple[float, int]] = []  # time and tokens of each update
 
@@ -105,15 +105,14 @@ class Answer:
         taken = self._detokenizer.tokens_in - before
         self._tokens += zip(update.token_ids[:taken], update.accepted_from_draft[:taken], strict=True)
         self._logprobs += (update.logprobs or [])[:taken]
-        ended_by_token = 0
         if released.stopped is not None:
             self.finish_reason = "stop"
         elif update.finish_reason is not None:
             rest = self._detokenizer.finish()
             released = Released(released.segments + rest.segments, released.starts + rest.starts)
             self.finish_reason = "stop" if rest.stopped is not None else update.finish_reason
-            ended_by_token = int(update.stop_token is not None)
-        decided = taken + ended_by_token
+            self.ended_by_token = update.stop_token is not None and rest.stopped is None
+        decided = taken + self.ended_by_token
         self.counts.completion += decided
         if decided:
             self.arrivals.append((time.perf_counter(), decided))

@@ -66,8 +66,7 @@ def _from_validation(error: ValidationError) -> ApiError:
 
 
 def from_user_error(error: UserError, fields: set[str], source: str) -> ApiError:
-    """A refusal by the tokenizer or the engine. Their messages begin with the thing at fault; a prompt is the field
-    `source`."""
+    """A refusal by the tokenizer or the engine. Its message begins with what is at fault; a prompt is `source`."""
     message = str(error)
     found = re.match(r"^(?:the )?(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)", message)
     param = found[1] if found and found[2] in fields else None
@@ -78,8 +77,7 @@ def from_user_error(error: UserError, fields: set[str], source: str) -> ApiError
 
 
 def from_exception(error: Exception) -> ApiError:
-    """What a client is told of an error after its request was understood. Faults of the server go to the log in
-    full."""
+    """What a client is told of an error. Faults of the server go to the log in full."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Overloaded):

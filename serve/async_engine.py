@@ -27,8 +27,7 @@ class Overloaded(Exception):
 
 
 class Stream:
-    """Updates of one request, in order. `cancel` drops the request from the engine; call it whenever reading stops
-    early."""
+    """Updates of one request, in order. Whoever stops reading early has to `cancel`."""
 
     def __init__(self, request: Request, cancel: Callable[["Stream"], None]):
         self.request = request

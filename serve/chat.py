@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -24,9 +24,9 @@ _LOGGED = {"user", "safety_identifier", "metadata"}
 
 async def create_chat(http: HttpRequest, service: Service) -> Response:
     body = await http.body()
-    request = await service.off_loop(lambda: parse_body(ChatRequest, body))
+    request = await service.off_loop(lambda: parse_body(ChatRequest, body), len(body))
     service.check_model(request.model)
-    prompt = await service.off_loop(lambda: chat_prompt(request, service))
+    prompt = await service.off_loop(lambda: chat_prompt(request, service), len(body))
     http.scope["state"]["log"].update(request.model_dump(include=_LOGGED, exclude_none=True))
     call = _Call(http, request, service, prompt)
     async with AsyncExitStack() as stack:
@@ -53,9 +53,10 @@ class _Message:
         self._answer.counts.reasoning += self._parser.count_reasoning(delta.token_ids)
         self.pending_logprobs += delta.logprobs
         if delta.finish_reason is not None:
-            complete = delta.finish_reason == "stop"
-            parts += self._parser.finish(complete)
-            self.finish_reason = "tool_calls" if complete and self._parser.tool_calls else delta.finish_reason
+            # A call that the length or a stop string cut is left as it is, even if its JSON is open.
+            done = self._answer.ended_by_token
+            parts += self._parser.finish(done)
+            self.finish_reason = "tool_calls" if done and self._parser.tool_calls else delta.finish_reason
         return [_delta(part) for part in parts]
 
     def take_logprobs(self) -> list[TokenLogprob]:
@@ -70,7 +71,7 @@ class _Call:
         self.http, self.request, self.service, self.prompt = http, request, service, prompt
         self.request_id = http.scope["state"]["request_id"]
 
-    def start(self):
+    def start(self) -> AbstractAsyncContextManager[list[Answer]]:
         request = self.request
         params, stop = sampling_params(
             request,
@@ -86,7 +87,7 @@ class _Call:
     async def events(self, answers: list[Answer]) -> AsyncIterator[str]:
         request = self.request
         with_usage = request.stream_options is not None and request.stream_options.include_usage
-        frame = {**envelope("chat.completion.chunk", self.request_id, self.service.model)}
+        frame = envelope("chat.completion.chunk", self.request_id, self.service.model)
         frame |= {"usage": None} if with_usage else {}
         messages = [_Message(answer, self.service, request) for answer in answers]
 

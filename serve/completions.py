@@ -1,7 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -18,9 +18,9 @@ from target_model.errors import UserError
 
 async def create_completion(http: HttpRequest, service: Service) -> Response:
     body = await http.body()
-    request = await service.off_loop(lambda: parse_body(CompletionRequest, body))
+    request = await service.off_loop(lambda: parse_body(CompletionRequest, body), len(body))
     service.check_model(request.model)
-    prompts = await service.off_loop(lambda: completion_prompts(request, service))
+    prompts = await service.off_loop(lambda: completion_prompts(request, service), len(body))
     http.scope["state"]["log"].update(request.model_dump(include={"user"}, exclude_none=True))
     call = _Call(http, request, service, prompts)
     async with AsyncExitStack() as stack:
@@ -44,7 +44,7 @@ class _Call:
         self.prompt_tokens = sum(map(len, prompts))
         self.echoes = [service.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
 
-    def start(self):
+    def start(self) -> AbstractAsyncContextManager[list[Answer]]:
         request = self.request
         # Answers are ranked by their log-probabilities, which the client may not have asked for.
         logprobs = 0 if self.ranked and request.logprobs is None else request.logprobs

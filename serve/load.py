@@ -49,8 +49,7 @@ def load_engine(
     prefill_tokens: int = 512,
     max_running: int = 32,
 ) -> tuple[Engine, Tokenizer, Description]:
-    """Loads a target and its draft (None: plain decoding). By default on the GPU in bf16 where there is one, else on
-    the CPU in fp32.
+    """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
 
     Raises UserError for anything missing, damaged or not fitting together.
     """

@@ -19,8 +19,7 @@ _RECENT = 100
 
 
 class Metrics:
-    """What happened to the requests of one server. Only tokens that are part of an answer count, nothing behind its
-    end."""
+    """What happened to the requests of one server. Only tokens within an answer count, nothing behind its end."""
 
     def __init__(self, engine: AsyncEngine, model: str):
         self.registry = CollectorRegistry()

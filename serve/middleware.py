@@ -61,7 +61,8 @@ class Gate:
                 "seconds": round(time.perf_counter() - started, 4),
                 **log,
             }
-            logger.info(json.dumps(line, ensure_ascii=False))
+            level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
+            logger.log(level, json.dumps(line, ensure_ascii=False))
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         error = self._refusal(scope["path"], headers)

@@ -33,7 +33,10 @@ class TemplateOptions(Strict):
 
 
 class SamplingFields(Strict):
-    """What both completion endpoints share. None is "not given": the server's default for the model."""
+    """What both completion endpoints share. None is "not given": the server's default for the model.
+
+    Stop strings are looked for in all text of an answer, reasoning included.
+    """
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -1,5 +1,4 @@
-"""From API requests to prompt ids and sampling parameters. Long texts take their time here: keep it off the event
-loop."""
+"""From API requests to prompt ids and sampling parameters. Long texts take time here: keep it off the event loop."""
 
 from typing import Any
 
@@ -14,13 +13,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 def completion_prompts(request: CompletionRequest, service: Service) -> list[list[int]]:
     """Ids of every prompt. A raw prompt is the caller's whole token stream: special tokens in it are special."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        prompts: list[Any] = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        prompts = [prompt]
-    else:
-        prompts = list(prompt)
+    given = request.prompt
+    one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts: list[Any] = [given] if one else list(given)
     if not prompts:
         raise ApiError(400, "prompt: must not be empty", "prompt", "invalid_value")
     if len(prompts) * max(request.choices, request.best_of or 1) > MAX_CHOICES:

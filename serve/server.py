@@ -52,8 +52,7 @@ class ServeOptions:
 
 
 def run(options: ServeOptions) -> None:
-    """Binds the port, loads, serves until SIGTERM or Ctrl-C, and lets open requests end. UserError for what the user
-    can mend."""
+    """Binds the port, loads, and serves until SIGTERM or Ctrl-C; open requests may end. UserError as everywhere."""
     listener = bind(options.host, options.port)
     try:
         engine, tokenizer, description = load_engine(
@@ -140,7 +139,7 @@ def create_app(service: Service) -> FastAPI:
         yield
         # The open connections have ended or run out of time by now.
         await service.engine.drain(timeout=0)
-        service.pool.shutdown(wait=False, cancel_futures=True)
+        service.close()
 
     app = FastAPI(title="m3-spec", lifespan=lifespan, docs_url=None, redoc_url=None)
     for kind in (ApiError, EngineStopped, Overloaded, HTTPException, Exception):
@@ -175,17 +174,13 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await request.body()
-        tokens = await service.off_loop(lambda: _tokenize(body, service))
+        tokens = await service.off_loop(lambda: _tokenize(body, service), len(body))
         return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
-        parsed = parse_body(DetokenizeRequest, await request.body())
-        service.check_model(parsed.model)
-        wrong = next((token for token in parsed.tokens if token >= service.tokenizer.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(400, f"tokens: there is no token {wrong}", "tokens", "invalid_value")
-        return {"prompt": service.tokenizer.decode(parsed.tokens)}
+        body = await request.body()
+        return {"prompt": await service.off_loop(lambda: _detokenize(body, service), len(body))}
 
 
 def _tokenize(body: bytes, service: Service) -> list[int]:
@@ -202,6 +197,15 @@ def _tokenize(body: bytes, service: Service) -> list[int]:
         )
     except UserError as error:
         raise from_user_error(error, {"messages", "tools"}, "prompt") from None
+
+
+def _detokenize(body: bytes, service: Service) -> str:
+    request = parse_body(DetokenizeRequest, body)
+    service.check_model(request.model)
+    wrong = next((token for token in request.tokens if token >= service.tokenizer.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(400, f"tokens: there is no token {wrong}", "tokens", "invalid_value")
+    return service.tokenizer.decode(request.tokens)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

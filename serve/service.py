@@ -12,13 +12,15 @@ from fastapi import Request as HttpRequest
 
 from serve.answer import Answer, Delta
 from serve.api_errors import ApiError
-from serve.async_engine import AsyncEngine
+from serve.async_engine import AsyncEngine, Stream
 from serve.load import SamplingDefaults
 from serve.metrics import Metrics
 from serve.request import Request, SamplingParams
 from target_model.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+
+_LONG = 2**18  # bytes: about a tenth of a second to encode
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,24 @@ class Service:
     defaults: SamplingDefaults
     metrics: Metrics
     settings: Settings = field(default_factory=Settings)
-    # Two threads: a long text never keeps the event loop, and not all others, waiting.
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="tokenizer"))
+    # Long texts have a thread of their own, so that they keep only each other waiting.
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="texts"))
+    long_pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+    )
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
             raise ApiError(404, f"model: {name!r} is not served here, only {self.model!r}", "model", "model_not_found")
 
-    async def off_loop(self, work: Callable[[], Result]) -> Result:
-        """Runs work on long texts while the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+    async def off_loop(self, work: Callable[[], Result], size: int) -> Result:
+        """Runs work on `size` bytes of text while the event loop goes on."""
+        pool = self.long_pool if size > _LONG else self.pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+    def close(self) -> None:
+        for pool in (self.pool, self.long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @asynccontextmanager
     async def answers(
@@ -68,23 +78,28 @@ class Service:
 
         Whatever ends the block, none of them stays in the engine. When the client hangs up, they end with "abort".
         """
-        name = http.scope["state"]["request_id"]
+        # A client may send the same id twice, the engine must not see it twice.
+        name = f"{http.scope['state']['request_id']}-{uuid.uuid4().hex[:8]}"
+        requests = [
+            Request(f"{name}-{place}-{choice}", prompt, params, priority, choice)
+            for place, (prompt, params) in enumerate(prompts)
+            for choice in range(choices)
+        ]
+        # All at once: the engine takes requests between two steps, one after the other would cost a step each.
+        submissions = [asyncio.create_task(self.engine.submit(request)) for request in requests]
         answers: list[Answer] = []
         watcher: asyncio.Task | None = None
         try:
-            for index in range(len(prompts) * choices):
-                prompt, params = prompts[index // choices]
-                unique = f"{name}-{uuid.uuid4().hex[:8]}-{index}"
-                request = Request(unique, prompt, params, priority, choice_index=index % choices)
-                stream = await self.engine.submit(request)
-                answers.append(Answer(stream, self.tokenizer, stop, show_special))
+            await asyncio.wait(submissions)
+            answers = [Answer(task.result(), self.tokenizer, stop, show_special) for task in submissions]
             watcher = asyncio.create_task(_cancel_on_disconnect(http, answers))
             yield answers
         finally:
             if watcher is not None:
                 watcher.cancel()
+            for submission in submissions:
+                _drop(submission)
             for answer in answers:
-                answer.stream.cancel()
                 self.metrics.observe(answer)
             http.scope["state"]["log"].update(
                 prompt_tokens=sum(len(prompt) for prompt, _ in prompts),
@@ -123,6 +138,14 @@ class Service:
             timer.cancel()
             for task in pumps:
                 task.cancel()
+
+
+def _drop(submission: asyncio.Task[Stream]) -> None:
+    """Takes a request out of the engine, however far it got."""
+    if not submission.done():
+        submission.cancel()
+    elif not submission.cancelled() and submission.exception() is None:
+        submission.result().cancel()
 
 
 async def _cancel_on_disconnect(http: HttpRequest, answers: Iterable[Answer]) -> None:

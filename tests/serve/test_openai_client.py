@@ -170,6 +170,23 @@ def test_streamed_tools(sync):
     assert all(call["id"].startswith("call_") for call in calls.values())
 
 
+@pytest.mark.parametrize(
+    ("reason", "options", "rest"),
+    [
+        ("length", {"max_tokens": len(TOKENIZER.encode(CALLS, allow_special=True)) - 12}, '{"city": "Oslo"'),
+        ("stop", {"stop": "slo"}, ""),
+    ],
+)
+def test_a_tool_call_cut_short_is_left_open(reason, options, rest):
+    """By the length or by a stop string: what is complete of its arguments is delivered, and it is not to be called."""
+    with serving(service(FakeEngine(answers, runs=(4,)))) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        choice = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, **options).choices[0]
+    assert choice.finish_reason == reason
+    first, second = [call.function.arguments for call in choice.message.tool_calls]
+    assert (json.loads(first), second) == (EXPECTED[0][1], rest)
+
+
 def test_tools_that_must_not_be_called_are_not_offered(sync):
     answer = sync.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == "Hello number 0!"
