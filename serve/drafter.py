@@ -17,11 +17,6 @@ from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 
-# Under shared noise the target picks the argmax of log p + noise, the draft knows log q + noise. The larger the gap
-# between two of its values, the likelier the order is the same: the chance of a candidate is taken as softmax(sharpness
-# * (log q + noise)).
-NOISE_SHARPNESS = 1.5
-
 
 class Drafter:
     """Proposes a tree for each sequence. The draft's row of the token at position t lies in slot t, guessed rows behind
@@ -88,7 +83,9 @@ class Drafter:
             # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
             greedy_R11 = torch.tensor([s.params.greedy for s in sequences], device=logits_RWV.device)[:, None, None]
             log_q_RWV = filtered(logits_RWV.flatten(0, 1), rows).log_softmax(-1).view_as(logits_RWV)
-            noisy_RWV = NOISE_SHARPNESS * (log_q_RWV + noise_RV[:, None, self._target_ids])
+            # The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap
+            # between two of these values, the likelier their order is the same: their softmax serves as the chance.
+            noisy_RWV = log_q_RWV + noise_RV[:, None, self._target_ids]
             logits_RWV = torch.where(greedy_R11, logits_RWV, noisy_RWV)
         chance_RWC, index_RWC = logits_RWV.log_softmax(-1).topk(min(self.tree.width, logits_RWV.shape[-1]), dim=-1)
         return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
