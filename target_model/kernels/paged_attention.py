@@ -71,6 +71,7 @@ def run_attention(
     if splits > 1:
         partial = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=q_TQD.device)
     unused = batch.row_start
+    block_n = 32 if q_TQD.dtype == torch.float32 else block_n or 128  # twice as wide: shared memory holds fewer keys
     lists, list_pages, list_rows, list_count = union if union is not None else (unused,) * 4
     attention_kernel[(cdiv(batch.max_rows, block_t) * kv_heads * splits, batch.num_sequences)](
         q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots,
@@ -81,7 +82,7 @@ def run_attention(
         lists.shape[-1], first_slot, scale * LOG2_E,
         MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
         N=1 if choice_TKN is None else choice_TKN.shape[-1], BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
-        BLOCK_N=min(batch.page_size, block_n or 128), SPLITS=splits,
+        BLOCK_N=min(batch.page_size, block_n), SPLITS=splits,
         FIRST=first_slot > 0, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip

@@ -31,10 +31,14 @@ def sparse_attention(
     group = q_TQD.shape[1] // k_pool_PBKD.shape[2]
     if batch.max_rows == 1:
         return decode(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)[0]
+    # The union of a tile is found among at most 128 choices, and has a bit for each of at most 32 rows.
+    most = min(32, max(1, 128 // power_of_two(blocks_TKN.shape[2])))
     if batch.ancestors is None:
-        shape = {"block_t": max(1, 128 // group), "num_warps": 8, "registers": 128}
+        block_t = min(max(1, 128 // group), most)
+        wide = block_t * group >= 128
+        shape = {"block_t": block_t, "num_warps": 8 if wide else 4, "registers": 128 if wide else None}
     else:
-        block_t = max(1, min(power_of_two(batch.max_rows), 64 // group))
+        block_t = min(power_of_two(batch.max_rows), max(1, 64 // group), most)
         tiles = cdiv(batch.max_rows, block_t) * k_pool_PBKD.shape[2] * batch.num_sequences
         splits = power_of_two(min(16, max(1, PROGRAMS // tiles)) + 1) // 2
         shape = {"block_t": block_t, "splits": splits, "num_warps": 4, "num_stages": 3}
@@ -84,6 +88,7 @@ def tiled(
 ) -> tuple[Tensor, Tensor]:
     """Tiles of `block_t` rows over the union of their blocks: (out, log-sum)."""
     rows, kv_heads, count = blocks_TKN.shape
+    require(block_t <= 32, "a tile has at most 32 rows: one bit each in the union's list")
     tiles = rows // block_t + batch.num_sequences
     union = torch.empty(3, tiles, kv_heads, block_t * count, dtype=torch.int32, device=q_TQD.device)
     sizes = torch.empty(tiles, kv_heads, dtype=torch.int32, device=q_TQD.device)
@@ -91,7 +96,7 @@ def tiled(
         blocks_TKN, batch.row_start, batch.committed, batch.block_table, *union, sizes, batch.block_table.shape[1],
         TREE=batch.ancestors is not None, HEADS=kv_heads,
         PAGE=batch.page_size, N=count, N_PAD=power_of_two(count), BLOCK_T=block_t, PDL=PDL,
-        **launch_options(4, 1),
+        **launch_options(8 if block_t * power_of_two(count) >= 128 else 4, 1),
     )  # fmt: skip
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="union", splits=splits, block_t=block_t, block_n=block_n,

@@ -46,6 +46,16 @@ def attention(make, dtype: torch.dtype = BF16) -> None:
     paged_attention.paged_attention(empty(rows, HEADS, D), k, k, batch, 0.1)
 
 
+def small_attention() -> None:
+    """The bundled small target: pages of 16, head dim 32, groups of 4, 8 chosen blocks."""
+    for batch, pages in (causal_batch([400], [1], 16), causal_batch([130], [70], 16), tree_batch([400], [24], 16)):
+        k = empty(pages, 16, 2, 32)
+        q, index_q = empty(batch.num_rows, 8, 32), empty(batch.num_rows, 2, 32)
+        blocks = select_blocks.select_blocks(index_q, empty(pages, 16, 32), batch, 8, 0, 1)
+        sparse_attention.sparse_attention(q, k, k, blocks, batch, 0.1)
+        paged_attention.paged_attention(q, k, k, batch, 0.1)
+
+
 def draft_attention() -> None:
     batch, pages = decode_batch()
     k = empty(pages, PAGE, HEADS, D)
@@ -112,6 +122,7 @@ CASES = {
     "decode fp8": lambda: attention(decode_batch, torch.float8_e4m3fn),
     "prefill": lambda: attention(prefill_batch),
     "tree": lambda: attention(tree_batch_64),
+    "small": small_attention,
     "draft": draft_attention,
     "write": write,
     "norm and rope": norm_and_rope,

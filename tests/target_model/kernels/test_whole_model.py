@@ -1,0 +1,35 @@
+"""A whole small target through the kernels equals the target through the references."""
+
+import pytest
+import torch
+
+from target_model.batch import Batch
+from target_model.cache import PagedCache
+from target_model.kernels import ops
+from tests.fixtures import random_target
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Final states of a prefill, of a tree that crosses a block border, and of a decode step behind its commit."""
+    monkeypatch.setattr(ops, "override", choice)
+    target = random_target(head_dim=32, rotary_dim=16, block_size=16, num_layers=4).to(DEVICE)
+    page = target.config.block_size
+    cache = PagedCache(target.config, 24, dtype=torch.float32, device=DEVICE)
+    prompts = [[(7 * i) % 50 for i in range(2 * page + 13)], [(3 * i) % 50 for i in range(page - 2)]]
+    tables = [[11, 3, 17, 5, 2, 9, 20, 14, 7, 1, 6], [4, 8, 13]]
+    starts = [len(prompt) for prompt in prompts]
+    states = [target(Batch.causal(page, DEVICE, prompts, [0, 0], tables), cache).final_state]
+    depths, ancestors = [[0, 1, 1, 2, 3], [0, 1, 2, 2, 3]], [[1, 3, 5, 11, 27], [1, 3, 7, 11, 23]]
+    tokens = [[5, 6, 7, 8, 9]] * 2
+    batch = Batch.tree(page, DEVICE, tokens, starts, tables, depths, ancestors)
+    states.append(target(batch, cache).final_state)
+    cache.commit(batch, torch.tensor([[1, 3, 4], [1, 2, 4]], device=DEVICE))
+    step = Batch.causal(page, DEVICE, [[10]] * 2, [start + 4 for start in starts], tables)
+    return [*states, target(step, cache).final_state]
+
+
+def test_kernels_and_references_give_the_same_states(monkeypatch):
+    for out, want in zip(run("triton", monkeypatch), run("reference", monkeypatch), strict=True):
+        torch.testing.assert_close(out, want, atol=2e-4, rtol=2e-4)
