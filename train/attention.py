@@ -33,7 +33,9 @@ def explicit_attention(
         own_k_RQSCD, own_v_RQSCD = (_columns(x, groups) for x in (own_k, own_v))
         own = (own_k_RQSCD @ q_RQSD[..., None])[..., 0]
         scores = torch.cat([scores, own], dim=-1)
-    weights = scores.float().softmax(-1).to(q_RSQD.dtype)
+    # Half precision rounds only the finished weights.
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    weights = wide.softmax(-1).to(q_RSQD.dtype)
     out = weights[..., :length] @ v0_RQSD
     if own_k:
         out = out + (weights[..., None, length:] @ own_v_RQSCD)[..., 0, :]

@@ -138,7 +138,7 @@ class DraftEngine:
         return total
 
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, before clipping; None where DeepSpeed does not keep it (fp32, ZeRO 0)."""
+        """Gradient norm of the last step before clipping; None where DeepSpeed does not keep it (fp32 at ZeRO 0)."""
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 

@@ -17,7 +17,7 @@ from draft_model.resolve import resolve_draft
 from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from target_model.model import TargetModel
-from target_model.resolve import resolve_target
+from target_model.resolve import known_targets, resolve_target
 from target_model.tokenizer import load_tokenizer
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
@@ -96,7 +96,7 @@ class _Run:
         kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
         teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
         self.row_tokens = (rows.documents > 0).sum(-1)
-        self.folder = RunFolder(config)
+        self.folder = RunFolder(config, _target_identity(config.target))
         _check_disk(config, draft)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
         self.checkpoint = _from_rank_zero(self.checkpoint)
@@ -260,6 +260,11 @@ def _tracker(config: TrainConfig, rank: int):
     from train.tracking import WandbTracker
 
     return WandbTracker(config)
+
+
+def _target_identity(name: str) -> str:
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name not in known_targets() and path.is_dir() else name.removeprefix("MiniMaxAI/")
 
 
 def _check_disk(config: TrainConfig, draft: Eagle3Draft) -> None:

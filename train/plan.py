@@ -68,6 +68,7 @@ def _memory(
     return [
         ("weights", element * total // (world if stage == 3 else 1)),
         ("gradients", gradients),
+        ("head gradient", 4 * sizes.draft_vocab_size * hidden if config.draft.train_head else 0),
         ("optimizer", optimizer),
         ("activations", config.ttt.steps * rows * per_row * element),
         ("logits", 4 * 4 * config.loss.chunk_elements),

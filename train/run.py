@@ -19,7 +19,9 @@ _FREE_KEYS = ("log", "eval", "checkpoint", "output", "name", "resume", "features
 class RunFolder:
     """Files of one run; written by rank 0 only."""
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, target: str):
+        """`target`: its name, or the absolute path of a directory; by it `draft_model.resolve` finds the run."""
+        self._target = target
         self.path = config.run_directory
         self.state, self.draft = self.path / "state", self.path / "draft"
         self._config = config
@@ -58,7 +60,7 @@ class RunFolder:
         """run.json, which `draft_model.resolve` reads to find the best run of a target."""
         record = {
             "name": self._config.name,
-            "target": self._config.target,
+            "target": self._target,
             "step": step,
             "total_steps": total_steps,
             "complete": step >= total_steps,
