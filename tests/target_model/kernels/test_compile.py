@@ -29,6 +29,7 @@ def test_all_kernels_compile_with_tensor_cores_and_without_large_spills():
     for words in lines:
         numbers = dict(zip(words[1::2], words[2::2], strict=False))
         assert int(numbers["stack"]) <= 96, words
+        assert int(numbers["shared"]) <= 227 * 1024, words
         if words[0] in ("attention_kernel", "many_scores_kernel", "up_kernel", "down_kernel"):
             assert int(numbers["wgmma"]) + int(numbers["mma"]) > 0, words
     assert {words[0] for words in lines} == {
