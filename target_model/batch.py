@@ -31,6 +31,8 @@ class Batch:
     row_counts      rows of each sequence, on the host
     max_context     largest slot count, committed and scratch, of any sequence, on the host: bounds the kernels' grids
     page_size       slots in a page = tokens in a sparse block
+    image_rows      int64 [M] or None: rows of this batch that show a part of an image. Their token id is the
+                    placeholder of the kind; what the target reads instead is `image_features` [M, H]
     derived         what kernels work out from the fields above once for all layers (masks, tile lists), by name
     """
 
@@ -45,6 +47,8 @@ class Batch:
     row_counts: tuple[int, ...]
     max_context: int
     page_size: int
+    image_rows: Tensor | None = None
+    image_features: Tensor | None = None
     derived: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property

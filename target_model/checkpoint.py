@@ -20,7 +20,7 @@ from target_model.errors import UserError
 from target_model.memory import check_memory
 from target_model.model import TargetModel
 from target_model.resolve import resolve_target
-from target_model.tensor_names import VISION_PREFIXES, TensorSpec, tensor_specs
+from target_model.tensor_names import TensorSpec, tensor_specs
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -37,18 +37,27 @@ class StoredTensor:
 
 
 def load_target(
-    name_or_path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    language_only: bool = True,
 ) -> TargetModel:
-    """The target behind a name or a directory, its language model in `dtype` on `device`. Vision tensors stay on disk.
+    """The target behind a name or a directory, in `dtype` on `device`.
+
+    With `language_only` the vision tensors stay on disk. Without, the model gets its tower (`model.vision`) when the
+    checkpoint holds one: text-only copies do not.
 
     Raises UserError naming the tensor and the file when anything is missing, unknown, mis-shaped, of a wrong type, or
     unreadable.
     """
     resolved = resolve_target(str(name_or_path))
-    check_memory(resolved.name, resolved.config, dtype, device)
     stored = read_headers(resolved.path)
-    wanted = check_tensors(resolved.config, stored, resolved.path)
-    return fill_model(resolved.config, _stream(stored, wanted), dtype=dtype, device=device)
+    present = check_tensors(resolved.config, stored, resolved.path)
+    wanted = [spec for spec in present if not (language_only and spec.is_vision)]
+    vision = any(spec.is_vision for spec in wanted)
+    check_memory(resolved.name, resolved.config, dtype, device, language_only=not vision)
+    return fill_model(resolved.config, _stream(stored, wanted), dtype=dtype, device=device, vision=vision)
 
 
 def fill_model(
@@ -57,9 +66,13 @@ def fill_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    vision: bool = False,
 ) -> TargetModel:
-    """A model from published tensors. The caller has checked that they are complete (`check_tensors`)."""
-    model = TargetModel(config, dtype)
+    """A model from published tensors, with the vision tower if `vision`.
+
+    The caller has checked that the tensors are complete (`check_tensors`).
+    """
+    model = TargetModel(config, dtype, vision=vision)
     model.materialise(device)
     parameters = dict(model.named_parameters())
     for spec, tensor in tensors:
@@ -93,8 +106,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], directory: Path) -> list[TensorSpec]:
-    """The tensors to load. Raises UserError for the first tensor that is missing, unknown, mis-shaped or of a wrong
-    type.
+    """The tensors of the table that are there. Raises UserError for the first tensor that is missing, unknown,
+    mis-shaped or of a wrong type.
 
     Vision tensors may be absent altogether (a text-only copy); those present must be the right ones.
     """
@@ -105,12 +118,13 @@ def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], director
         if name not in specs:
             raise UserError(f"unknown tensor {name} in {tensor.file}")
         _check_tensor(specs[name], tensor)
-    has_vision = any(name.startswith(VISION_PREFIXES) for name in stored)
-    missing = [s.name for s in specs.values() if s.name not in stored and (s.destination or has_vision)]
+    has_vision = any(spec.is_vision and spec.name in stored for spec in specs.values())
+    specs = {name: spec for name, spec in specs.items() if has_vision or not spec.is_vision}
+    missing = [name for name in specs if name not in stored]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UserError(f"tensor {missing[0]}{more} is missing from the checkpoint in {directory}")
-    return [spec for spec in specs.values() if spec.destination]
+    return list(specs.values())
 
 
 @contextlib.contextmanager

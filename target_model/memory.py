@@ -35,9 +35,11 @@ def gpus_needed(needed: int, gpu_bytes: int) -> int:
     return count
 
 
-def check_memory(name: str, config: M3Config, dtype: torch.dtype, device: torch.device | str) -> None:
+def check_memory(
+    name: str, config: M3Config, dtype: torch.dtype, device: torch.device | str, *, language_only: bool = True
+) -> None:
     """Raises UserError when the weights cannot fit `device`."""
-    needed = weight_bytes(config, dtype.itemsize)
+    needed = weight_bytes(config, dtype.itemsize, language_only=language_only)
     if needed < _SMALL:
         return
     device = torch.device(device)

@@ -1,4 +1,4 @@
-"""MiniMax-M3's language model over a paged cache, frozen: for serving, and for capturing what a draft learns from.
+"""MiniMax-M3 over a paged cache, frozen: for serving, and for capturing what a draft learns from.
 
 Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A = taps * H, J index heads, N chosen
 blocks.
@@ -18,6 +18,7 @@ from target_model.errors import UserError
 from target_model.kernels import ops
 from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary, empty, rms_norm
 from target_model.moe import MixtureOfExperts
+from target_model.vision import VisionTower
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,13 @@ class DecoderLayer(nn.Module):
 class TargetModel(nn.Module):
     """The frozen target. Built without storage; `materialise` gives it (uninitialised) storage, `checkpoint.py` fills
     it.
+
+    `vision` is the tower that turns images into rows, None in a language-only model.
     """
 
-    def __init__(self, config: M3Config, dtype: torch.dtype = torch.float32):
+    vision: VisionTower | None
+
+    def __init__(self, config: M3Config, dtype: torch.dtype = torch.float32, *, vision: bool = False):
         super().__init__()
         self.config = config
         with torch.device("meta"):
@@ -94,6 +99,7 @@ class TargetModel(nn.Module):
             self.norm = GemmaRMSNorm(config.hidden_size)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
             self.rotary = Rotary(config)
+            self.vision = VisionTower(config.vision, config.hidden_size, dtype) if vision else None
         self.requires_grad_(False)
         self.eval()
 
@@ -128,7 +134,7 @@ class TargetModel(nn.Module):
         layer t.
         """
         cos_sin = self.rotary(batch.positions)
-        residual_TH = self.embed_tokens(batch.token_ids)
+        residual_TH = self.embed(batch)
         scales = [layer.attention_scale for layer in self.layers] + [self.norm.scale]
         normed_TH = rms_norm(residual_TH, scales[0], self.config.rms_norm_eps)
         blocks_TJN = None
@@ -154,6 +160,13 @@ class TargetModel(nn.Module):
             recorder.hidden_states.append(residual_TH)
         aux_TA = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else normed_TH[:, :0]
         return TargetOutput(normed_TH, aux_TA)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """What the first layer reads, [T, H]: embeddings of the token ids, and the features of image rows."""
+        embedded_TH = self.embed_tokens(batch.token_ids)
+        if batch.image_rows is None:
+            return embedded_TH
+        return embedded_TH.index_copy(0, batch.image_rows, batch.image_features.to(embedded_TH.dtype))
 
     @torch.no_grad()
     def logits(self, final_state: Tensor) -> Tensor:

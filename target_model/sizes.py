@@ -31,7 +31,7 @@ def count_parameters(config: M3Config) -> ParameterCount:
     for spec in tensor_specs(config):
         parts[spec.part] = parts.get(spec.part, 0) + spec.size
         size_bytes += spec.size * (4 if spec.kind == "fp32" else 2)
-        if not spec.destination:
+        if spec.is_vision:
             vision += 1
             continue
         text += 1
@@ -41,10 +41,10 @@ def count_parameters(config: M3Config) -> ParameterCount:
     return ParameterCount(parts, sum(parts.values()), active, text, vision, size_bytes)
 
 
-def weight_bytes(config: M3Config, element_size: int) -> int:
-    """Bytes of the loaded text model with weights of `element_size` bytes; router and norms are kept in fp32."""
-    text = (spec for spec in tensor_specs(config) if spec.destination)
-    return sum(spec.size * (element_size if spec.kind == "weight" else 4) for spec in text)
+def weight_bytes(config: M3Config, element_size: int, *, language_only: bool = True) -> int:
+    """Bytes of the loaded model with weights of `element_size` bytes; router and norms are kept in fp32."""
+    loaded = (spec for spec in tensor_specs(config) if not (language_only and spec.is_vision))
+    return sum(spec.size * (element_size if spec.kind == "weight" else 4) for spec in loaded)
 
 
 def cache_bytes_per_token(config: M3Config, element_size: int = 2, index_element_size: int = 2) -> int:

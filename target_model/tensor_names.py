@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from target_model.config import M3Config, VisionConfig
 
-# A text-only load recognises these tensors by name and shape and leaves them on disk.
+# A language-only load recognises these tensors by name and shape and leaves them on disk.
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 TEXT = "language_model.model."
 
@@ -21,7 +21,7 @@ class TensorSpec:
     part         the group it is counted in
     kind         "weight": stored and kept in the model's dtype; "norm": stored as w, kept in fp32 as 1 + w; "fp32":
                  fp32 on both sides
-    destination  name of the model's parameter, "" for a tensor that a text-only model does not take
+    destination  name of the model's parameter; those of the vision side begin with "vision."
     expert       index along the parameter's first dimension, if it stacks experts
     rows         (start, stop) in the dimension after that, if the parameter packs several tensors; a norm fills each
                  of its rows
@@ -42,6 +42,11 @@ class TensorSpec:
         for extent in self.shape:
             product *= extent
         return product
+
+    @property
+    def is_vision(self) -> bool:
+        """A tensor that a language-only model does not take."""
+        return self.name.startswith(VISION_PREFIXES)
 
 
 def tensor_specs(config: M3Config) -> Iterator[TensorSpec]:
@@ -135,24 +140,32 @@ def vision_specs(vision: VisionConfig, text_hidden: int) -> Iterator[TensorSpec]
     """The tensors of the vision tower, the projector and the patch merger."""
     tower, width = "vision_tower.vision_model.", vision.hidden_size
     patch = (vision.num_channels, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
-    yield TensorSpec(f"{tower}embeddings.patch_embedding.weight", (width, *patch), "vision_tower")
-    yield from _affine(f"{tower}pre_layrnorm", (width,), "vision_tower")
+    yield TensorSpec(
+        f"{tower}embeddings.patch_embedding.weight", (width, *patch), "vision_tower", destination="vision.patch_weight"
+    )
+    yield from _affine(f"{tower}pre_layrnorm", (width,), "vision_tower", "vision.pre_norm")
     for layer in range(vision.num_layers):
-        prefix = f"{tower}encoder.layers.{layer}."
+        prefix, target = f"{tower}encoder.layers.{layer}.", f"vision.layers.{layer}."
         for norm in ("layer_norm1", "layer_norm2"):
-            yield from _affine(f"{prefix}{norm}", (width,), "vision_tower")
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _affine(f"{prefix}self_attn.{name}", (width, width), "vision_tower")
-        yield from _affine(f"{prefix}mlp.fc1", (vision.intermediate_size, width), "vision_tower")
-        yield from _affine(f"{prefix}mlp.fc2", (width, vision.intermediate_size), "vision_tower")
+            yield from _affine(f"{prefix}{norm}", (width,), "vision_tower", f"{target}{norm}")
+        for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            rows = (place * width, (place + 1) * width)
+            yield from _affine(f"{prefix}self_attn.{name}", (width, width), "vision_tower", f"{target}packed", rows)
+        yield from _affine(f"{prefix}self_attn.out_proj", (width, width), "vision_tower", f"{target}out")
+        yield from _affine(f"{prefix}mlp.fc1", (vision.intermediate_size, width), "vision_tower", f"{target}up")
+        yield from _affine(f"{prefix}mlp.fc2", (width, vision.intermediate_size), "vision_tower", f"{target}down")
     projected = vision.projector_hidden_size
     merged = text_hidden * vision.spatial_merge_size**2
-    yield from _affine("multi_modal_projector.linear_1", (projected, width), "projector")
-    yield from _affine("multi_modal_projector.linear_2", (text_hidden, projected), "projector")
-    yield from _affine("patch_merge_mlp.linear_1", (projected, merged), "projector")
-    yield from _affine("patch_merge_mlp.linear_2", (text_hidden, projected), "projector")
+    for name, target, inputs in (
+        ("multi_modal_projector", "vision.projector", width),
+        ("patch_merge_mlp", "vision.merger", merged),
+    ):
+        yield from _affine(f"{name}.linear_1", (projected, inputs), "projector", f"{target}.first")
+        yield from _affine(f"{name}.linear_2", (text_hidden, projected), "projector", f"{target}.second")
 
 
-def _affine(name: str, shape: tuple[int, ...], part: str) -> Iterator[TensorSpec]:
-    yield TensorSpec(f"{name}.weight", shape, part)
-    yield TensorSpec(f"{name}.bias", shape[:1], part)
+def _affine(
+    name: str, shape: tuple[int, ...], part: str, destination: str, rows: tuple[int, int] | None = None
+) -> Iterator[TensorSpec]:
+    yield TensorSpec(f"{name}.weight", shape, part, destination=f"{destination}.weight", rows=rows)
+    yield TensorSpec(f"{name}.bias", shape[:1], part, destination=f"{destination}.bias", rows=rows)

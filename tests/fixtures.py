@@ -95,10 +95,11 @@ def random_tensors(config: M3Config, seed: int = 0) -> list[tuple[TensorSpec, Te
     return tensors
 
 
-def random_target(seed: int = 0, **overrides: Any) -> TargetModel:
+def random_target(seed: int = 0, *, language_only: bool = True, **overrides: Any) -> TargetModel:
     """A T0 in fp32 on the CPU, the same as loading `write_checkpoint(tiny_config(**overrides), directory, seed)`."""
     config = tiny_config(**overrides)
-    return fill_model(config, [(spec, tensor) for spec, tensor in random_tensors(config, seed) if spec.destination])
+    tensors = [entry for entry in random_tensors(config, seed) if not (language_only and entry[0].is_vision)]
+    return fill_model(config, tensors, vision=not language_only)
 
 
 def write_checkpoint(config: M3Config, directory: Path, seed: int = 0, shards: int = 2) -> Path:
@@ -170,6 +171,9 @@ def published_json(config: M3Config) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "text_config": text,
     }
+    for name, token in (("image_token_index", config.image_token_id), ("video_token_index", config.video_token_id)):
+        if token is not None:
+            document[name] = token
     vision = config.vision
     if vision is not None:
         document["projector_hidden_size"] = vision.projector_hidden_size
@@ -186,5 +190,6 @@ def published_json(config: M3Config) -> dict[str, Any]:
             "rope_theta": vision.rope_theta,
             "hidden_act": "gelu",
             "layer_norm_eps": vision.layer_norm_eps,
+            "vision_segment_max_frames": vision.segment_max_frames,
         }
     return document

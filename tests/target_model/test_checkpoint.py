@@ -42,13 +42,15 @@ def failure(directory: Path) -> str:
     return str(caught.value)
 
 
-def test_every_tensor_arrives_where_it_belongs(checkpoint: Path):
+@pytest.mark.parametrize("language_only", [True, False])
+def test_every_tensor_arrives_where_it_belongs(checkpoint: Path, language_only: bool):
     """The model holds exactly what the files hold, and each element of it was written once."""
-    model = load_target(checkpoint)
+    model = load_target(checkpoint, language_only=language_only)
+    assert (model.vision is None) == language_only
     parameters = dict(model.named_parameters())
     written = {name: torch.zeros_like(value) for name, value in parameters.items()}
     for spec, tensor in random_tensors(tiny_config(vision=TINY_VISION)):
-        if not spec.destination:
+        if language_only and spec.is_vision:
             continue
         value, count = parameters[spec.destination], written[spec.destination]
         if spec.expert is not None:
@@ -63,7 +65,7 @@ def test_every_tensor_arrives_where_it_belongs(checkpoint: Path):
 
 
 def test_directory_equals_memory(checkpoint: Path):
-    loaded, built = load_target(checkpoint), random_target(vision=TINY_VISION)
+    loaded, built = load_target(checkpoint, language_only=False), random_target(vision=TINY_VISION, language_only=False)
     for (name, mine), (_, other) in zip(loaded.named_parameters(), built.named_parameters(), strict=True):
         assert torch.equal(mine, other), name
 
@@ -106,7 +108,8 @@ def test_text_only_copy_and_mtp(checkpoint: Path):
 
     rewrite(checkpoint, text_only)
     assert len(list(text_specs(tiny_config()))) > 0
-    load_target(checkpoint)
+    for language_only in (True, False):
+        assert load_target(checkpoint, language_only=language_only).vision is None
 
 
 @pytest.mark.parametrize("name", [EXPERT, GATE, "language_model.lm_head.weight", "multi_modal_projector.linear_1.bias"])
