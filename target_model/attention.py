@@ -5,7 +5,6 @@ blocks, P pages, B slots in a page.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from target_model.batch import Batch
@@ -13,6 +12,7 @@ from target_model.cache import LayerCache
 from target_model.config import M3Config
 from target_model.kernels import ops
 from target_model.layers import empty
+from target_model.quantised import linear
 
 
 class Attention(nn.Module):
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         # A layer that reuses the previous choice still projects its index heads, and then leaves them.
         chooses = self.sparse and not self.reuses_blocks
         q_TQD, index_q_TJD = ops.norm_rope_write(
-            F.linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim),
+            linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim),
             self.head_scale,
             *cos_sin,
             config.rotary_dim,
@@ -75,4 +75,4 @@ class Attention(nn.Module):
             attended = ops.sparse_attention(q_TQD, cache.k, cache.v, blocks_TJN, batch, self.scale)
         else:
             attended = ops.paged_attention(q_TQD, cache.k, cache.v, batch, self.scale)
-        return F.linear(attended.flatten(1), self.out), blocks_TJN
+        return linear(attended.flatten(1), self.out), blocks_TJN

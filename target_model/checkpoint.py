@@ -5,35 +5,24 @@ Headers of all shards are checked before any weight is read; then tensors are st
 that pack them.
 """
 
-import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from target_model.config import M3Config
 from target_model.errors import UserError
+from target_model.load_progress import LoadProgress
 from target_model.memory import check_memory
 from target_model.model import TargetModel
+from target_model.quantised import QuantisedWeight, common_formats
+from target_model.quantised_formats import Format, Packed, dequantise
 from target_model.resolve import resolve_target
-from target_model.tensor_names import TensorSpec, tensor_specs
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_WEIGHT_TYPES = ("BF16", "F16", "F32")
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """What a shard's header says of one tensor."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
+from target_model.shards import StoredTensor, open_shard, read_headers
+from target_model.stored_weights import StoredWeight, compare_tensors
+from target_model.tensor_names import TensorSpec
 
 
 def load_target(
@@ -43,7 +32,7 @@ def load_target(
     device: torch.device | str = "cpu",
     language_only: bool = True,
 ) -> TargetModel:
-    """The target behind a name or a directory, in `dtype` on `device`.
+    """The target behind a name or a directory, in `dtype` on `device`; quantised weights stay quantised.
 
     With `language_only` the vision tensors stay on disk. Without, the model gets its tower (`model.vision`) when the
     checkpoint holds one: text-only copies do not.
@@ -54,123 +43,102 @@ def load_target(
     resolved = resolve_target(str(name_or_path))
     stored = read_headers(resolved.path)
     present = check_tensors(resolved.config, stored, resolved.path)
-    wanted = [spec for spec in present if not (language_only and spec.is_vision)]
-    vision = any(spec.is_vision for spec in wanted)
-    check_memory(resolved.name, resolved.config, dtype, device, language_only=not vision)
-    return fill_model(resolved.config, _stream(stored, wanted), dtype=dtype, device=device, vision=vision)
+    wanted = [weight for weight in present if not (language_only and weight.spec.is_vision)]
+    vision = any(weight.spec.is_vision for weight in wanted)
+    formats = common_formats((weight.spec.destination, weight.form) for weight in wanted)
+    check_memory(resolved.name, resolved.config, dtype, device, language_only=not vision, formats=formats)
+    with LoadProgress(resolved.name, sum(_bytes(weight, stored) for weight in wanted)) as progress:
+        tensors = _stream(stored, wanted, progress)
+        return fill_model(resolved.config, tensors, dtype=dtype, device=device, vision=vision, formats=formats)
 
 
 def fill_model(
     config: M3Config,
-    tensors: Iterable[tuple[TensorSpec, Tensor]],
+    tensors: Iterable[tuple[TensorSpec, Tensor | Packed]],
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     vision: bool = False,
+    formats: Mapping[str, Format] | None = None,
 ) -> TargetModel:
-    """A model from published tensors, with the vision tower if `vision`.
+    """A model from published tensors, with the vision tower if `vision`; the parameters in `formats` stay quantised.
 
     The caller has checked that the tensors are complete (`check_tensors`).
     """
-    model = TargetModel(config, dtype, vision=vision)
+    model = TargetModel(config, dtype, vision=vision, formats=formats)
     model.materialise(device)
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor | QuantisedWeight] = dict(model.named_parameters())
+    parameters |= {name: model.get_submodule(name) for name in formats or {}}
     for spec, tensor in tensors:
-        place = parameters[spec.destination]
-        if spec.expert is not None:
-            place = place[spec.expert]
-        if spec.rows is not None:
-            place = place[slice(*spec.rows)]
+        place, index = parameters[spec.destination], _index(spec)
+        if isinstance(place, QuantisedWeight):
+            place.store(tensor, index)
+            continue
+        if isinstance(tensor, Packed):
+            # Its parameter also packs a tensor of another format, so all of it is kept as plain numbers.
+            tensor = dequantise(tensor.form, tensor.values, tensor.scale, tensor.tensor_scale)
         # A head norm fills one row for each head it serves.
-        place.copy_(tensor.float() + 1 if spec.kind == "norm" else tensor)
+        place[index].copy_(tensor.float() + 1 if spec.kind == "norm" else tensor)
     return model
 
 
-def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor that the shards of a checkpoint hold, checked against its index when there is one."""
-    stored: dict[str, StoredTensor] = {}
-    listed = _read_index(directory)
-    files = sorted(set(listed.values())) if listed is not None else [SINGLE]
-    for file in files:
-        path = directory / file
-        with open_shard(path) as shard:
-            for name in shard.keys():
-                if name in stored:
-                    raise UserError(f"tensor {name} stands in both {stored[name].file} and {path}")
-                view = shard.get_slice(name)
-                stored[name] = StoredTensor(path, tuple(view.get_shape()), view.get_dtype())
-    for name, file in (listed or {}).items():
-        if name not in stored or stored[name].file.name != file:
-            raise UserError(f"tensor {name} is missing from {directory / file}, where {INDEX} places it")
-    return stored
-
-
-def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], directory: Path) -> list[TensorSpec]:
-    """The tensors of the table that are there. Raises UserError for the first tensor that is missing, unknown,
-    mis-shaped or of a wrong type.
+def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], directory: Path) -> list[StoredWeight]:
+    """What stores each tensor of the table. Raises UserError for the first tensor that is unknown, mis-shaped, of a
+    wrong type, or missing.
 
     Vision tensors may be absent altogether (a text-only copy); those present must be the right ones.
     """
-    specs = {spec.name: spec for spec in tensor_specs(config)}
-    for name, tensor in stored.items():
-        if _is_multi_token_prediction(name):
-            continue
-        if name not in specs:
-            raise UserError(f"unknown tensor {name} in {tensor.file}")
-        _check_tensor(specs[name], tensor)
-    has_vision = any(spec.is_vision and spec.name in stored for spec in specs.values())
-    specs = {name: spec for name, spec in specs.items() if has_vision or not spec.is_vision}
-    missing = [name for name in specs if name not in stored]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise UserError(f"tensor {missing[0]}{more} is missing from the checkpoint in {directory}")
-    return list(specs.values())
+    check = compare_tensors(config, stored)
+    if check.unknown:
+        raise UserError(f"unknown tensor {check.unknown[0]} in {stored[check.unknown[0]].file}")
+    if check.wrong:
+        raise UserError(check.wrong[0])
+    if check.missing:
+        more = f" (and {len(check.missing) - 1} more)" if len(check.missing) > 1 else ""
+        raise UserError(f"tensor {check.missing[0]}{more} is missing from the checkpoint in {directory}")
+    return check.weights
 
 
-@contextlib.contextmanager
-def open_shard(path: Path) -> Iterator[safe_open]:
-    """A safetensors file. Raises UserError when it is absent, truncated or not one."""
-    if not path.is_file():
-        raise UserError(f"shard {path} is missing")
-    try:
-        with safe_open(path, framework="pt") as shard:
-            yield shard
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is corrupt or truncated: {error}") from None
+def read_weight(
+    weight: StoredWeight, stored: Mapping[str, StoredTensor], file: Path, shard: safe_open
+) -> Tensor | Packed:
+    """The numbers of one weight whose values lie in the open shard `file`; its scales may lie in another."""
+
+    def read(name: str) -> Tensor:
+        if stored[name].file == file:
+            return shard.get_tensor(name)
+        with open_shard(stored[name].file) as other:
+            return other.get_tensor(name)
+
+    if weight.form is None:
+        return read(weight.values)
+    tensor_scale = None if weight.tensor_scale is None else read(weight.tensor_scale).reshape(())
+    return Packed(weight.form, read(weight.values), read(weight.scale), tensor_scale)
 
 
-def _stream(stored: Mapping[str, StoredTensor], wanted: list[TensorSpec]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    by_file: dict[Path, list[TensorSpec]] = {}
-    for spec in wanted:
-        by_file.setdefault(stored[spec.name].file, []).append(spec)
-    for file, specs in sorted(by_file.items()):
+def by_file(stored: Mapping[str, StoredTensor], weights: Iterable[StoredWeight]) -> dict[Path, list[StoredWeight]]:
+    """The weights grouped by the file of their values, files in order."""
+    groups: dict[Path, list[StoredWeight]] = {}
+    for weight in weights:
+        groups.setdefault(stored[weight.values].file, []).append(weight)
+    return dict(sorted(groups.items()))
+
+
+def _stream(
+    stored: Mapping[str, StoredTensor], wanted: list[StoredWeight], progress: LoadProgress
+) -> Iterator[tuple[TensorSpec, Tensor | Packed]]:
+    for file, weights in by_file(stored, wanted).items():
         with open_shard(file) as shard:
-            for spec in specs:
-                yield spec, shard.get_tensor(spec.name)
+            for weight in weights:
+                yield weight.spec, read_weight(weight, stored, file, shard)
+                progress.advance(_bytes(weight, stored))
 
 
-def _check_tensor(spec: TensorSpec, tensor: StoredTensor) -> None:
-    if tensor.shape != spec.shape:
-        raise UserError(
-            f"tensor {spec.name} in {tensor.file} has shape {list(tensor.shape)}, "
-            f"the config asks for {list(spec.shape)}"
-        )
-    allowed = ("F32",) if spec.kind == "fp32" else _WEIGHT_TYPES
-    if tensor.dtype not in allowed:
-        raise UserError(f"tensor {spec.name} in {tensor.file} is {tensor.dtype}, it must be {' or '.join(allowed)}")
+def _index(spec: TensorSpec) -> tuple[int | slice, ...]:
+    """Where in its parameter a tensor goes."""
+    expert = () if spec.expert is None else (spec.expert,)
+    return (*expert, slice(None) if spec.rows is None else slice(*spec.rows))
 
 
-def _is_multi_token_prediction(name: str) -> bool:
-    """MTP weights, which no published checkpoint holds though its config announces them: left on disk."""
-    return name.startswith("mtp.") or ".mtp." in name
-
-
-def _read_index(directory: Path) -> dict[str, str] | None:
-    path = directory / INDEX
-    if not path.exists():
-        return None
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a safetensors index: {error!r}") from None
+def _bytes(weight: StoredWeight, stored: Mapping[str, StoredTensor]) -> int:
+    return sum(stored[name].bytes for name in weight.names)

@@ -13,6 +13,7 @@ from typing import Any
 
 from target_model.config_reader import read_fields
 from target_model.errors import UserError
+from target_model.quantised_config import Quantisation
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class M3Config:
     eos_token_ids                             every id that ends an answer
     use_index_cache, index_topk_*             run-time reuse of the block choice between sparse layers (lossy), see
                                               `reuses_blocks`
+    quantisation                              how the checkpoint's weights are stored; None: in bf16
     """
 
     hidden_size: int
@@ -85,6 +87,7 @@ class M3Config:
     index_topk_freq: int = 1
     index_topk_pattern: str | None = None
     index_skip_topk_offset: int = 0
+    quantisation: Quantisation | None = None
 
     def __post_init__(self) -> None:
         self._check_shapes()

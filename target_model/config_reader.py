@@ -4,6 +4,7 @@ from typing import Any
 
 from target_model.errors import UserError
 from target_model.json_section import Section
+from target_model.quantised_config import Quantisation, read_quantisation
 
 MODEL_TYPES = ("minimax_m3_vl", "minimax_m3_vl_text", "minimax_m2")
 
@@ -12,10 +13,6 @@ def read_fields(document: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of `M3Config`, `vision` as the fields of `VisionConfig` or None. Raises UserError naming the field."""
     top = Section(document, where)
     top.require("model_type", MODEL_TYPES)
-    if "quantization_config" in document:
-        raise UserError(
-            f"{where}: quantised checkpoints (quantization_config) cannot be loaded yet: use the bf16 weights"
-        )
     text = top.section("text_config") if "text_config" in document else top
     _refuse_unsupported(top, text)
     return {
@@ -24,6 +21,7 @@ def read_fields(document: dict[str, Any], where: str) -> dict[str, Any]:
         **_read_blocks(text),
         **_read_reuse(text, top),
         **_read_tokens(text, top),
+        "quantisation": _read_quantisation(top, text, where),
         "vision": _read_vision(top, text) if "vision_config" in document else None,
     }
 
@@ -131,6 +129,11 @@ def _read_reuse(text: Section, top: Section) -> dict[str, Any]:
         if section.get("index_topk_pattern") is not None:
             found["index_topk_pattern"] = section.text("index_topk_pattern")
     return found
+
+
+def _read_quantisation(top: Section, text: Section, where: str) -> Quantisation | None:
+    sections = [section.get("quantization_config") for section in (top, text)]
+    return next((read_quantisation(section, where) for section in sections if section is not None), None)
 
 
 def _read_tokens(text: Section, top: Section) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from target_model.config import M3Config
+from target_model.quantised import linear
 
 
 def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -79,4 +80,4 @@ class DenseMLP(nn.Module):
         self.w2 = empty(config.hidden_size, width, dtype=dtype)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.linear(clamped_swiglu(F.linear(x_TH, self.w13), *self.activation), self.w2)
+        return linear(clamped_swiglu(linear(x_TH, self.w13), *self.activation), self.w2)

@@ -1,12 +1,14 @@
 """What a target needs to run, in bytes and in GPUs, and whether this machine has it."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from target_model.config import M3Config
 from target_model.errors import UserError
+from target_model.quantised_formats import Format
 from target_model.sizes import cache_bytes_per_token, count_parameters, weight_bytes
 
 # GPUs of a host that people have, in bytes of memory each. A tenth stays free for activations and the cache.
@@ -36,10 +38,16 @@ def gpus_needed(needed: int, gpu_bytes: int) -> int:
 
 
 def check_memory(
-    name: str, config: M3Config, dtype: torch.dtype, device: torch.device | str, *, language_only: bool = True
+    name: str,
+    config: M3Config,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    language_only: bool = True,
+    formats: Mapping[str, Format] | None = None,
 ) -> None:
-    """Raises UserError when the weights cannot fit `device`."""
-    needed = weight_bytes(config, dtype.itemsize, language_only=language_only)
+    """Raises UserError when the weights, those in `formats` quantised, cannot fit `device`."""
+    needed = weight_bytes(config, dtype.itemsize, language_only=language_only, formats=formats)
     if needed < _SMALL:
         return
     device = torch.device(device)
@@ -47,7 +55,7 @@ def check_memory(
     if needed > free:
         raise UserError(
             f"not enough memory on {device}: {free / 10**9:.1f} GB are free, {needed / 10**9:.1f} GB are needed in "
-            f"{str(dtype).removeprefix('torch.')}; {requirements(name, config)}"
+            f"{'this format' if formats else str(dtype).removeprefix('torch.')}; {requirements(name, config)}"
         )
 
 

@@ -4,7 +4,7 @@ Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A =
 blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,8 @@ from target_model.errors import UserError
 from target_model.kernels import ops
 from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary, empty, rms_norm
 from target_model.moe import MixtureOfExperts
+from target_model.quantised import quantise_parameters
+from target_model.quantised_formats import Format
 from target_model.vision import VisionTower
 
 
@@ -85,12 +87,20 @@ class TargetModel(nn.Module):
     """The frozen target. Built without storage; `materialise` gives it (uninitialised) storage, `checkpoint.py` fills
     it.
 
-    `vision` is the tower that turns images into rows, None in a language-only model.
+    `vision` is the tower that turns images into rows, None in a language-only model. `formats` names the parameters
+    that stay quantised in memory.
     """
 
     vision: VisionTower | None
 
-    def __init__(self, config: M3Config, dtype: torch.dtype = torch.float32, *, vision: bool = False):
+    def __init__(
+        self,
+        config: M3Config,
+        dtype: torch.dtype = torch.float32,
+        *,
+        vision: bool = False,
+        formats: Mapping[str, Format] | None = None,
+    ):
         super().__init__()
         self.config = config
         with torch.device("meta"):
@@ -100,6 +110,7 @@ class TargetModel(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
             self.rotary = Rotary(config)
             self.vision = VisionTower(config.vision, config.hidden_size, dtype) if vision else None
+            quantise_parameters(self, formats or {})
         self.requires_grad_(False)
         self.eval()
 

@@ -1,8 +1,10 @@
 """Sizes of a target from its config alone: parameters, tensors, bytes of the weights, bytes of the cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from target_model.config import M3Config
+from target_model.quantised_formats import Format
 from target_model.tensor_names import tensor_specs
 
 
@@ -41,10 +43,27 @@ def count_parameters(config: M3Config) -> ParameterCount:
     return ParameterCount(parts, sum(parts.values()), active, text, vision, size_bytes)
 
 
-def weight_bytes(config: M3Config, element_size: int, *, language_only: bool = True) -> int:
-    """Bytes of the loaded model with weights of `element_size` bytes; router and norms are kept in fp32."""
-    loaded = (spec for spec in tensor_specs(config) if not (language_only and spec.is_vision))
-    return sum(spec.size * (element_size if spec.kind == "weight" else 4) for spec in loaded)
+def weight_bytes(
+    config: M3Config,
+    element_size: int,
+    *,
+    language_only: bool = True,
+    formats: Mapping[str, Format] | None = None,
+) -> int:
+    """Bytes of the loaded model with weights of `element_size` bytes; router and norms are kept in fp32.
+
+    Parameters named in `formats` stay quantised; a scale of the whole tensor is kept once a row.
+    """
+    total = 0
+    for spec in tensor_specs(config):
+        form = (formats or {}).get(spec.destination)
+        if language_only and spec.is_vision:
+            continue
+        if form is not None:
+            total += form.bytes(spec.shape) + (4 * spec.shape[0] - 8 if form.tensor_scale else 0)
+        else:
+            total += spec.size * (element_size if spec.kind == "weight" else 4)
+    return total
 
 
 def cache_bytes_per_token(config: M3Config, element_size: int = 2, index_element_size: int = 2) -> int:

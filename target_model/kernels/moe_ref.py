@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from target_model.layers import clamped_swiglu
+from target_model.quantised import QuantisedWeight, expert_weight
 
 
 def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -19,8 +20,8 @@ def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: floa
 
 def grouped_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor,
-    w2_EHI: Tensor,
+    w13_E2IH: Tensor | QuantisedWeight,
+    w2_EHI: Tensor | QuantisedWeight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
@@ -37,7 +38,7 @@ def grouped_experts(
     return torch.zeros_like(x_TH, dtype=torch.float32).index_add_(0, rows, out).to(x_TH.dtype)
 
 
-def _per_expert(x: Tensor, weight_E: Tensor, counts: list[int]) -> Tensor:
+def _per_expert(x: Tensor, weight_E: Tensor | QuantisedWeight, counts: list[int]) -> Tensor:
     """The first counts[0] rows of x times weight[0], the next counts[1] times weight[1], ..."""
     parts = x.split(counts)
-    return torch.cat([F.linear(part, weight_E[e]) for e, part in enumerate(parts) if counts[e]])
+    return torch.cat([F.linear(part, expert_weight(weight_E, e, x.dtype)) for e, part in enumerate(parts) if counts[e]])

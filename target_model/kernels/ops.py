@@ -13,10 +13,13 @@ import importlib
 import os
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from target_model.batch import Batch
 from target_model.errors import UserError
+from target_model.quantised import QuantisedWeight
+from target_model.quantised_formats import MXFP4, MXFP8
 
 override: str | None = os.environ.get("SPEC_KERNELS")
 
@@ -116,8 +119,8 @@ def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: floa
 
 def grouped_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor,
-    w2_EHI: Tensor,
+    w13_E2IH: Tensor | QuantisedWeight,
+    w2_EHI: Tensor | QuantisedWeight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
@@ -125,8 +128,25 @@ def grouped_experts(
     beta: float,
 ) -> Tensor:
     """The weighted sum of each row's experts, [T, H]."""
-    kernel = _implementation("moe", x_TH).grouped_experts
-    return kernel(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta)
+    routing = (weights_TN, experts_TN, alpha, limit, beta)
+    module = _implementation("moe", x_TH)
+    if module is _module("moe", "reference") or not (_is_quantised(w13_E2IH) or _is_quantised(w2_EHI)):
+        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing)
+    if not _has_expert_kernel(x_TH, w13_E2IH, w2_EHI):
+        return _module("moe", "reference").grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing)
+    return module.grouped_experts(
+        x_TH, w13_E2IH.values, w2_EHI.values, *routing, w13_scale=w13_E2IH.scale, w2_scale=w2_EHI.scale
+    )
+
+
+def _is_quantised(weight: Tensor | QuantisedWeight) -> bool:
+    return isinstance(weight, QuantisedWeight)
+
+
+def _has_expert_kernel(x_TH: Tensor, w13: Tensor | QuantisedWeight, w2: Tensor | QuantisedWeight) -> bool:
+    """The Triton kernel takes bf16 rows and both weights in one of the formats without a scale of the whole tensor."""
+    both = _is_quantised(w13) and _is_quantised(w2) and w13.form == w2.form
+    return both and w13.form in (MXFP8, MXFP4) and x_TH.dtype == torch.bfloat16
 
 
 def linear_kl(

@@ -147,7 +147,9 @@ def test_wrong_shape_or_type(checkpoint: Path, name: str, value: Tensor, message
 
 def test_missing_shard(checkpoint: Path):
     (checkpoint / SECOND).unlink()
-    assert failure(checkpoint) == f"shard {checkpoint / SECOND} is missing"
+    listed = json.loads((checkpoint / "model.safetensors.index.json").read_text())["weight_map"]
+    first = next(name for name, file in listed.items() if file == SECOND)
+    assert failure(checkpoint) == f"shard {checkpoint / SECOND} is missing (tensor {first} and others)"
 
 
 @pytest.mark.parametrize("keep", [0, 7, 200, -100])

@@ -72,7 +72,7 @@ def test_spellings_that_disagree():
         (changed("sparse_init_block", 2, "sparse_attention_config"), "exceed sparse_topk_blocks 2"),
         (changed("sparse_disable_index_value", [0] * 6, "sparse_attention_config"), "must be 1 on every sparse layer"),
         (changed("index_topk_freq", 0), "index_topk_freq must be an integer of at least 1"),
-        (changed("quantization_config", {}, ""), "quantised checkpoints"),
+        (changed("quantization_config", {}, ""), "quantization_config.quant_method None is not supported"),
         (changed("model_type", "llama", ""), "model_type is 'llama'"),
         (changed("text_config", 3, ""), "text_config must be an object"),
     ],
