@@ -14,6 +14,8 @@ from torch import Tensor
 # The 8 magnitudes of an e2m1 number; bit 3 is its sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
+# Rows that are quantised at a time.
+TILE_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -99,23 +101,31 @@ def unpack(values: Tensor) -> Tensor:
 
 def quantise(form: Format, weight: Tensor, tensor_scale: Tensor | None = None) -> Packed:
     """The weight [N, K] in this format. `tensor_scale` as `tensor_scale_of` gives it, for the formats that have one.
+    Some rows at a time, so the working memory stays small.
 
     An E8M0 scale is a power of two: of the two beside largest magnitude / largest number, the one that leaves the
     smaller squared error over the group is taken.
     """
+    parts = [_quantise_rows(form, rows, tensor_scale) for rows in weight.split(TILE_ROWS)]
+    stored = tensor_scale
+    if form.tensor_scale == "divide":
+        stored = 1 / tensor_scale
+    return Packed(form, torch.cat([values for values, _ in parts]), torch.cat([scale for _, scale in parts]), stored)
+
+
+def _quantise_rows(form: Format, weight: Tensor, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     groups = weight.float().unflatten(-1, (-1, form.group))
     if form.tensor_scale:
         scale = _e4m3(groups.abs().amax(-1) / form.largest / tensor_scale)
         numbers, _ = _nearest(form, groups, scale.float() * tensor_scale)
-        stored = tensor_scale if form.tensor_scale == "multiply" else 1 / tensor_scale
-        return Packed(form, _bytes(form, numbers), scale, stored)
+        return _bytes(form, numbers), scale
     # With the lower exponent the largest magnitudes of the group may be cut off.
     lower = (groups.abs().amax(-1) / form.largest).clamp(min=2.0**-120).log2().floor()
     numbers, error = _nearest(form, groups, lower.exp2())
     other, other_error = _nearest(form, groups, (lower + 1).exp2())
     raised = other_error < error
     numbers = torch.where(raised[..., None], other, numbers)
-    return Packed(form, _bytes(form, numbers), (lower + raised + 127).to(torch.uint8))
+    return _bytes(form, numbers), (lower + raised + 127).to(torch.uint8)
 
 
 def tensor_scale_of(form: Format, largest: Tensor) -> Tensor:
