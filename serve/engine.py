@@ -48,7 +48,8 @@ class Engine:
     """Serves a target with a draft (or plainly, with `draft` None). Not thread-safe: one thread adds, steps and aborts.
 
     pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and
-    answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue. kv_dtype,
+    index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the weights' type.
     """
 
     def __init__(
@@ -62,7 +63,8 @@ class Engine:
         prefill_tokens: int = 512,
         max_running: int = 32,
         max_waiting: int = 1024,
-        dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
     ):
         config, weight = target.config, target.embed_tokens.weight
         self.tree = tree or TreeConfig()
@@ -73,7 +75,15 @@ class Engine:
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
-        cache = PagedCache(config, pages, dtype=dtype or weight.dtype, device=weight.device, draft=shape)
+        cache = PagedCache(
+            config,
+            pages,
+            dtype=weight.dtype,
+            device=weight.device,
+            draft=shape,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+        )
         self.runner = Runner(target, Drafter(draft, cache, self.tree) if draft else None, cache)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         self.scheduler = Scheduler(limits, PageAllocator(pages), config.block_size)

@@ -48,6 +48,8 @@ def load_engine(
     context: int | None = None,
     prefill_tokens: int = 512,
     max_running: int = 32,
+    kv_dtype: torch.dtype | None = None,
+    index_dtype: torch.dtype | None = None,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
 
@@ -70,6 +72,8 @@ def load_engine(
         context=context,
         prefill_tokens=prefill_tokens,
         max_running=max_running,
+        kv_dtype=kv_dtype,
+        index_dtype=index_dtype,
     )
     lines = (
         f"target {resolved.name}: {resolved.path}",
@@ -107,12 +111,16 @@ def _memory_plan(
 
     cache = engine.runner.cache
     slots = engine.scheduler.allocator.total * engine.scheduler.page_size
-    name = str(dtype).removeprefix("torch.")
     return [
-        f"memory on {device}, {name}: target {_bytes(size(target))}, draft {_bytes(size(draft))}, cache "
-        f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())})",
+        f"memory on {device}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}, cache "
+        f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())}; KV "
+        f"{_type_name(cache.k.dtype)}, index K {_type_name(cache.index_k.dtype)})",
         f"context: {usable_context(engine)} tokens a request, answer included",
     ]
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes(count: int) -> str:

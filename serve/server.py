@@ -47,6 +47,8 @@ class ServeOptions:
     context: int | None = None
     prefill_tokens: int = 512
     max_running: int = 32
+    kv_dtype: torch.dtype | None = None
+    index_dtype: torch.dtype | None = None
     max_open: int = 1024
     settings: Settings = field(default_factory=Settings)
 
@@ -65,6 +67,8 @@ def run(options: ServeOptions) -> None:
             context=options.context,
             prefill_tokens=options.prefill_tokens,
             max_running=options.max_running,
+            kv_dtype=options.kv_dtype,
+            index_dtype=options.index_dtype,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         service = make_service(

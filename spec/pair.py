@@ -54,6 +54,13 @@ def load_pair(target: str, draft: str, device: str = "auto") -> Pair:
     return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(about.lines[:2]))
 
 
+def cache_dtype(name: str) -> torch.dtype | None:
+    """The type behind "auto" (None: the weights' type) or "fp8"."""
+    if name not in ("auto", "fp8"):
+        raise UserError(f"unknown cache type {name!r}: expected auto or fp8")
+    return torch.float8_e4m3fn if name == "fp8" else None
+
+
 def choose_device(name: str) -> str:
     """The device behind "auto", "cpu", "cuda" or "cuda:N". Raises UserError for one that is not there."""
     if name == "auto":

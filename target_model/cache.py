@@ -35,6 +35,8 @@ class PagedCache:
     """The pool behind all layers of a target and, when asked, of its draft.
 
     k, v [L, P, B, K, D]; index_k [sparse layers, P, B, D]; draft_k, draft_v [P, B, draft K, draft D] or None.
+    `kv_dtype` is that of k and v, `index_dtype` that of index_k; float8_e4m3fn is possible, without scales. Both
+    default to `dtype`, which the draft's rows keep.
     """
 
     def __init__(
@@ -45,16 +47,19 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device | str,
         draft: DraftKVShape | None = None,
+        kv_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
     ):
-        def pool(*shape: int) -> Tensor:
+        def pool(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        kv_dtype, index_dtype = kv_dtype or dtype, index_dtype or dtype
         block, heads, dim = config.block_size, config.num_kv_heads, config.head_dim
         self.page_size, self.num_pages = block, pages
         self._sparse_ordinal = {layer: n for n, layer in enumerate(i for i, s in enumerate(config.sparse_layers) if s)}
-        self.k = pool(config.num_layers, pages, block, heads, dim)
-        self.v = pool(config.num_layers, pages, block, heads, dim)
-        self.index_k = pool(len(self._sparse_ordinal), pages, block, config.index_dim)
+        self.k = pool(config.num_layers, pages, block, heads, dim, dtype=kv_dtype)
+        self.v = pool(config.num_layers, pages, block, heads, dim, dtype=kv_dtype)
+        self.index_k = pool(len(self._sparse_ordinal), pages, block, config.index_dim, dtype=index_dtype)
         self.draft_k = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
         self.draft_v = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
 

@@ -25,6 +25,10 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
     ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="K and V in the cache: auto (as --dtype) or fp8 (e4m3).")] = "auto",
+    index_cache_dtype: Annotated[
+        str, typer.Option(help="Index K of the sparse layers in the cache: auto or fp8 (e4m3).")
+    ] = "auto",
     context: Annotated[
         int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
     ] = None,
@@ -45,7 +49,7 @@ def serve(
     from serve.server import ServeOptions, run
     from serve.service import Settings
     from serve.tree import TreeConfig
-    from spec.pair import choose_device
+    from spec.pair import cache_dtype, choose_device
     from target_model.errors import UserError
 
     if dtype is not None and dtype not in TYPES:
@@ -60,6 +64,8 @@ def serve(
             model_name=model_name,
             device=choose_device(device),
             dtype=None if dtype is None else getattr(torch, dtype),
+            kv_dtype=cache_dtype(kv_cache_dtype),
+            index_dtype=cache_dtype(index_cache_dtype),
             pages=pages,
             context=context,
             prefill_tokens=prefill_tokens,

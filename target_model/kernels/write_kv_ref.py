@@ -2,6 +2,7 @@
 pages, B slots.
 """
 
+import torch
 from torch import Tensor
 
 from target_model.batch import Batch
@@ -19,4 +20,8 @@ def write_index_k(index_k_TD: Tensor, pool_PBD: Tensor, batch: Batch) -> None:
 
 
 def _write(rows_T: Tensor, pool_PB: Tensor, batch: Batch) -> None:
+    if pool_PB.dtype == torch.float8_e4m3fn:
+        # What lies beyond the largest number becomes that; some versions of torch would make it NaN.
+        largest = torch.finfo(pool_PB.dtype).max
+        rows_T = rows_T.clamp(-largest, largest)
     pool_PB.view(-1, *pool_PB.shape[2:])[batch.physical_slots] = rows_T.to(pool_PB.dtype)
