@@ -6,6 +6,7 @@ without it, and shows one answer with its accepted tokens coloured.
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -101,9 +102,11 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(
         title=f"acceptance length (AL): tokens for each pass of the target; {SUITE}, {prompts} prompts",
         title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
     )
-    table.add_column("draft")
-    table.add_column("shape")
+    table.add_column("draft", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
     for heading in ("AL\ngreedy", "accepted/\ndrafted", "AL\nT = 1", "speed-up\ngreedy", "speed-up\nT = 1"):
         table.add_column(heading, justify="right")
     for label in dict.fromkeys(row.label for row in rows):
@@ -125,9 +128,9 @@ def _show_answer(console: Console, pair: Pair, question: list[int], tokens: int)
     engine = pair.engine(shape, len(question) + tokens)
     (completion,) = engine.generate([question], sampling_params(0.0, tokens, 0))
     console.print(coloured(pair.tokenizer, completion.token_ids, completion.accepted_from_draft))
-    legend = Text("\nthe target's own", style=DEPTH_STYLES[0])
+    legend = Text("\nplain: the target's own    drafted and accepted, by depth in the tree:")
     for depth in range(1, shape.depth + 1):
-        legend.append("  ").append(f"drafted, depth {depth}", style=_style(depth))
+        legend.append(" ").append(f" {depth} ", style=_style(depth))
     console.print(legend)
     console.print(
         f"{len(completion.token_ids)} tokens in {1 + len(completion.steps)} passes of the target, greedy, {shape}"

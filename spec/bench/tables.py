@@ -32,7 +32,7 @@ def print_definitions(console: Console) -> None:
 
 def _figures(suite: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{suite}, {rows[0].prompts} prompts", title_justify="left", title_style="bold", box=None)
-    table.add_column("shape")
+    table.add_column("shape", no_wrap=True)
     for heading in ("T", "AL", "accepted/\ndrafted", "speed-up", "same as\nplain"):
         table.add_column(heading, justify="right")
     table.add_column("acceptance per position (joint)")
@@ -55,7 +55,7 @@ def _figures(suite: str, rows: Sequence[Row]) -> Table:
 def _histogram(rows: Sequence[Row]) -> Table:
     longest = max(len(row.acceptance.histogram) for row in rows)
     table = Table(title="verify steps by accepted tokens", title_justify="left", title_style="italic", box=None)
-    table.add_column("shape")
+    table.add_column("shape", no_wrap=True)
     table.add_column("T", justify="right")
     for accepted in range(longest):
         table.add_column(str(accepted), justify="right")
