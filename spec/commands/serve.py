@@ -7,41 +7,38 @@ import typer
 from spec.commands.options import Device, Draft, Target, draft_name
 
 TYPES = ("float32", "bfloat16", "float16")
+TREE = typer.Option(help="Tree as depth,width,nodes (root counted); width 1 is a chain. Default: one that suits most.")
+HOST = typer.Option(help="Address to listen on; 0.0.0.0 for all.")
+PORT = typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+MODEL_NAME = typer.Option(help="Name that clients use. Default: the target's.")
+DTYPE = typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
+KV_DTYPE = typer.Option(help="K and V in the cache: auto (as --dtype) or fp8 (e4m3).")
+INDEX_DTYPE = typer.Option(help="Index K of the sparse layers in the cache: auto or fp8 (e4m3).")
+CONTEXT = typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
+PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
+PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step.")
+RUNNING = typer.Option(min=1, help="Requests that decode together.")
+OPEN = typer.Option(min=1, help="Requests taken, queued ones included.")
+API_KEY = typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False)
 
 
 def serve(
     target: Target = "m3-tiny",
     draft: Draft = "eagle3",
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            help="Tree as depth,width,nodes (root counted); width 1 is a chain. Default: a tree that suits most."
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    model_name: Annotated[str | None, typer.Option(help="Name that clients use. Default: the target's.")] = None,
+    tree: Annotated[str | None, TREE] = None,
+    host: Annotated[str, HOST] = "127.0.0.1",
+    port: Annotated[int, PORT] = 8000,
+    model_name: Annotated[str | None, MODEL_NAME] = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="K and V in the cache: auto (as --dtype) or fp8 (e4m3).")] = "auto",
-    index_cache_dtype: Annotated[
-        str, typer.Option(help="Index K of the sparse layers in the cache: auto or fp8 (e4m3).")
-    ] = "auto",
-    context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
-    ] = None,
-    pages: Annotated[
-        int | None, typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
-    ] = None,
-    prefill_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens computed in one step.")] = 512,
-    max_running: Annotated[int, typer.Option(min=1, help="Requests that decode together.")] = 32,
-    max_open: Annotated[int, typer.Option(min=1, help="Requests taken, queued ones included.")] = 1024,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False),
-    ] = None,
+    dtype: Annotated[str | None, DTYPE] = None,
+    kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
+    index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
+    context: Annotated[int | None, CONTEXT] = None,
+    pages: Annotated[int | None, PAGES] = None,
+    prefill_tokens: Annotated[int, PREFILL] = 512,
+    max_running: Annotated[int, RUNNING] = 32,
+    max_open: Annotated[int, OPEN] = 1024,
+    api_key: Annotated[list[str] | None, API_KEY] = None,
 ) -> None:
     """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
     import torch
@@ -54,23 +51,22 @@ def serve(
 
     if dtype is not None and dtype not in TYPES:
         raise UserError(f"unknown dtype {dtype!r}: expected one of {', '.join(TYPES)}")
-    run(
-        ServeOptions(
-            target=target,
-            draft=draft_name(draft),
-            tree=None if tree is None else TreeConfig.parse(tree),
-            host=host,
-            port=port,
-            model_name=model_name,
-            device=choose_device(device),
-            dtype=None if dtype is None else getattr(torch, dtype),
-            kv_dtype=cache_dtype(kv_cache_dtype),
-            index_dtype=cache_dtype(index_cache_dtype),
-            pages=pages,
-            context=context,
-            prefill_tokens=prefill_tokens,
-            max_running=max_running,
-            max_open=max_open,
-            settings=Settings(api_keys=tuple(api_key or ())),
-        )
+    options = ServeOptions(
+        target=target,
+        draft=draft_name(draft),
+        tree=None if tree is None else TreeConfig.parse(tree),
+        host=host,
+        port=port,
+        model_name=model_name,
+        device=choose_device(device),
+        dtype=None if dtype is None else getattr(torch, dtype),
+        kv_dtype=cache_dtype(kv_cache_dtype),
+        index_dtype=cache_dtype(index_cache_dtype),
+        pages=pages,
+        context=context,
+        prefill_tokens=prefill_tokens,
+        max_running=max_running,
+        max_open=max_open,
+        settings=Settings(api_keys=tuple(api_key or ())),
     )
+    run(options)
