@@ -44,10 +44,11 @@ class Counts:
 
     completion counts every token the model decided within the answer, the one that ended it included. Of the verify
     steps: drafted nodes, and drafted tokens that became part of the answer; per_depth[d] counts steps that kept one
-    at depth d + 1.
+    at depth d + 1. cached counts prompt tokens that were not computed again, once for all answers to a prompt.
     """
 
     completion: int = 0
+    cached: int = 0
     reasoning: int = 0
     steps: int = 0
     drafted: int = 0
@@ -62,6 +63,7 @@ class Counts:
 
     def merge(self, other: "Counts") -> None:
         self.completion += other.completion
+        self.cached += other.cached
         self.reasoning += other.reasoning
         self.steps += other.steps
         self.drafted += other.drafted
@@ -100,6 +102,8 @@ class Answer:
             self.stream.cancel()
 
     def _take(self, update: Update) -> Delta:
+        if self.stream.request.choice_index == 0:
+            self.counts.cached = update.cached_tokens
         before = self._detokenizer.tokens_in
         released = self._detokenizer.push(update.token_ids)
         taken = self._detokenizer.tokens_in - before

@@ -25,21 +25,49 @@ class Drafter:
 
     def __init__(self, draft: Eagle3Draft, cache: PagedCache, tree: TreeConfig):
         self.draft, self.cache, self.tree = draft, cache, tree
-        self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=cache.k.device))
+        weight = draft.fc.weight
+        self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=weight.device))
+        # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
+        self._page_taps = torch.zeros(cache.num_pages, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
-    def observe(self, sequences: list[Sequence], starts: list[int], tokens: list[list[int]], aux_TA: Tensor) -> None:
-        """Computes the rows of decided tokens: `tokens[r]` at positions from `starts[r]` on, row by row with the taps
-        before each.
+    def resume(self, sequence: Sequence) -> None:
+        """Picks up behind the cached pages that the sequence starts with."""
+        last_page = sequence.pages[sequence.computed // self.cache.page_size - 1]
+        sequence.taps = [self._page_taps[last_page][None]]
+
+    def follow(self, sequences: list[Sequence]) -> None:
+        """Computes the rows of decided tokens from the taps that the target has left, one row for each that is known.
 
         Whatever the draft had guessed in these slots is overwritten. The last row of each sequence is where its next
         tree grows from.
         """
-        device = self.cache.k.device
-        batch = Batch.causal(self.cache.page_size, device, tokens, starts, [sequence.pages for sequence in sequences])
+        rows = [(s, s.token_ids[s.draft_end : s.computed + 1]) for s in sequences]
+        rows = [(sequence, tokens) for sequence, tokens in rows if tokens]
+        if not rows:
+            return
+        size, starts, taps, edges = self.cache.page_size, [], [], []
+        row = 0
+        for sequence, tokens in rows:
+            start, waiting = sequence.draft_end, torch.cat(sequence.taps)
+            starts.append(start)
+            taps.append(waiting[: len(tokens)])
+            sequence.taps = [waiting[len(tokens) :]] if len(waiting) > len(tokens) else []
+            edges += [
+                (sequence.pages[slot // size - 1], row + slot - start)
+                for slot in range(-(-start // size) * size, start + len(tokens), size)
+            ]
+            sequence.draft_end += len(tokens)
+            row += len(tokens)
+        aux_TA = torch.cat(taps)
+        if edges:
+            pages, kept = zip(*edges, strict=True)
+            self._page_taps[list(pages)] = aux_TA[list(kept)].to(self._page_taps.dtype)
+        tables = [sequence.pages for sequence, _ in rows]
+        batch = Batch.causal(size, self._page_taps.device, [tokens for _, tokens in rows], starts, tables)
         state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft())
         end = 0
-        for sequence, ids in zip(sequences, tokens, strict=True):
-            end += len(ids)
+        for sequence, tokens in rows:
+            end += len(tokens)
             sequence.root_state = state_TH[end - 1]
 
     def propose(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None) -> list[Tree]:
@@ -49,7 +77,8 @@ class Drafter:
         depth = min(self.tree.depth, max(limits))
         if depth == 0:
             return [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
-        count, device = len(sequences), self.cache.k.device
+        self.follow(sequences)
+        count, device = len(sequences), self._page_taps.device
         limit_R1 = torch.tensor(limits, device=device)[:, None]
         state_RWH = torch.stack([sequence.root_state for sequence in sequences])[:, None]
         score_RW = torch.zeros(count, 1, device=device)
@@ -94,7 +123,7 @@ class Drafter:
         self, sequences: list[Sequence], level: int, token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Runs the draft on nodes of depth `level`; returns their states and their masks of visible guessed rows."""
-        width, device = token_RW.shape[1], self.cache.k.device
+        width, device = token_RW.shape[1], self._page_taps.device
         first = (level - 1) * self.tree.width
         mask_RW = mask_RW | (1 << torch.arange(first, first + width, device=device))
         starts = [len(sequence.token_ids) for sequence in sequences]

@@ -48,8 +48,9 @@ class Engine:
     """Serves a target with a draft (or plainly, with `draft` None). Not thread-safe: one thread adds, steps and aborts.
 
     pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and
-    answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue. kv_dtype,
-    index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the weights' type.
+    answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    kv_dtype, index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the type
+    of the weights.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class Engine:
         )
         self.runner = Runner(target, Drafter(draft, cache, self.tree) if draft else None, cache)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
-        self.scheduler = Scheduler(limits, PageAllocator(pages), config.block_size)
+        salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()
+        self.scheduler = Scheduler(
+            limits, PageAllocator(pages), config.block_size, salt=salt, drafted=draft is not None
+        )
         self.totals = EngineStats()
         self._sequences: dict[str, Sequence] = {}
 
@@ -163,8 +167,11 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
+            "cached_prompt_tokens": scheduler.cached_tokens,
             "pages_total": scheduler.allocator.total,
             "pages_free": scheduler.allocator.free,
+            "pages_cached": scheduler.allocator.cached,
+            "pages_evicted": scheduler.allocator.evictions,
             "prefill_seconds": clock.prefill,
             "draft_seconds": clock.draft,
             "verify_seconds": clock.verify,
@@ -199,7 +206,8 @@ class Engine:
             self.scheduler.finish(sequence)
         logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
         depths = outcome.depths[: len(tokens)]
-        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step)
+        cached = sequence.cached_tokens or 0
+        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached)
 
     @property
     def _eos(self) -> tuple[int, ...]:

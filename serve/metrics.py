@@ -119,6 +119,7 @@ def counts_json(counts: Counts) -> dict[str, Any]:
     steps = counts.steps
     return {
         "completion_tokens": counts.completion,
+        "cached_prompt_tokens": counts.cached,
         "verify_steps": steps,
         "drafted_tokens": counts.drafted,
         "accepted_tokens": counts.accepted,
@@ -136,7 +137,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats()
-        used = 1 - stats["pages_free"] / stats["pages_total"]
+        used = 1 - (stats["pages_free"] + stats["pages_cached"]) / stats["pages_total"]
         for name, text, value in (
             ("spec_num_requests_running", "Requests in the running batch.", stats["running"]),
             ("spec_num_requests_waiting", "Requests in the queue.", stats["waiting"]),

@@ -63,14 +63,28 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class ImageSpan:
+    """Prompt positions start..end-1 show the image (or video) whose content hashes to `digest`, not their token ids.
+"""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
 class Request:
-    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise."""
+    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise.
+
+    Lower priority values go first, see scheduler.py.
+    """
 
     id: str
     prompt_ids: list[int]
     params: SamplingParams
     priority: int = 0
     choice_index: int = 0
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,8 @@ class Update:
 
     accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill)
     token. finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that
-    ended it, which is not among token_ids. `step` is None for the token that comes from prefill.
+    ended it, which is not among token_ids. `step` is None for the token that comes from prefill. cached_tokens is how
+    many prompt tokens were found in the cache instead of computed.
     """
 
     id: str
@@ -107,6 +122,7 @@ class Update:
     finish_reason: str | None = None
     stop_token: int | None = None
     step: StepRecord | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +135,7 @@ class Completion:
     stop_token: int | None
     logprobs: list[TokenLogprob] | None
     steps: list[StepRecord]
+    cached_tokens: int = 0
 
     @staticmethod
     def of(updates: list[Update]) -> "Completion":
@@ -131,6 +148,7 @@ class Completion:
             stop_token=updates[-1].stop_token,
             logprobs=[entry for update in updates for entry in update.logprobs or []] if wants_logprobs else None,
             steps=[update.step for update in updates if update.step is not None],
+            cached_tokens=updates[-1].cached_tokens,
         )
 
 
@@ -138,8 +156,12 @@ class Sequence:
     """The engine's state of one request.
 
     token_ids are the prompt and every decided token. The first `computed` of them have their keys in the target's
-    cache; while decoding that is all but the last, the root of the next tree. `pages` is the block table. `root_state`
-    [H] is the draft's state of the last token's row, from which the next tree grows.
+    cache; while decoding that is all but the last, the root of the next tree. `pages` is the block table; those of the
+    first `published` tokens are offered to other sequences under `page_keys`.
+
+    The draft follows behind: slots below `draft_end` hold its rows (slot 0 has none), and `taps` are the target's taps
+    [n, A] of the positions from draft_end - 1 to computed - 1, whose rows it still has to compute. `root_state` [H] is
+    its state of the last row it computed, from which the next tree grows.
     """
 
     def __init__(self, request: Request):
@@ -148,8 +170,16 @@ class Sequence:
         self.token_ids = list(request.prompt_ids)
         self.prompt_length = len(request.prompt_ids)
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
-        self.computed = 0
-        self.pages: list[int] = []
+        self.page_keys: list[bytes] = []
+        self.cached_tokens: int | None = None  # None until it is first admitted
+        self.restart([], 0)
+
+    def restart(self, pages: list[int], computed: int) -> None:
+        """Begins anew, also after a preemption, with pages that hold the first `computed` tokens."""
+        self.pages = pages
+        self.computed = self.published = computed
+        self.draft_end = max(computed, 1)
+        self.taps: list[Tensor] = []
         self.root_state: Tensor | None = None
 
     @property

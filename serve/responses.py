@@ -53,6 +53,7 @@ def usage(prompt_tokens: int, counts: list[Counts]) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(count.cached for count in counts)},
         "completion_tokens_details": {
             "reasoning_tokens": sum(count.reasoning for count in counts),
             "accepted_prediction_tokens": accepted,

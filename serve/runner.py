@@ -59,8 +59,12 @@ class Runner:
         batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, [s.pages for s, _ in chunks])
         output = self.target(batch, self.cache, self.taps)
         outcomes: list[Outcome | None] = [None] * len(chunks)
-        following, last_rows, complete, row = [], [], [], 0
+        complete, last_rows, row = [], [], 0
         for index, (sequence, count) in enumerate(chunks):
+            if self.drafter:
+                if sequence.computed == sequence.draft_end:
+                    self.drafter.resume(sequence)
+                sequence.taps.append(output.aux[row : row + count])
             sequence.computed += count
             row += count
             if sequence.computed == len(sequence.token_ids):
@@ -74,11 +78,7 @@ class Runner:
             for index, token, logprob in zip(complete, choices, reported, strict=True):
                 outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob], None)
         if self.drafter:
-            # The draft's row of a token needs the taps before it, so its rows run one token ahead of the target's.
-            for (sequence, _), ids, start, outcome in zip(chunks, tokens, starts, outcomes, strict=True):
-                ahead = outcome.tokens[0] if outcome else sequence.token_ids[start + len(ids)]
-                following.append([*ids[1:], ahead])
-            self.drafter.observe([s for s, _ in chunks], [start + 1 for start in starts], following, output.aux)
+            self.drafter.follow([sequence for sequence, _ in chunks])
         self.clock.prefill += time.perf_counter() - started
         return outcomes
 
@@ -100,9 +100,10 @@ class Runner:
             for tree, path in zip(trees, paths, strict=True):
                 rows += [first, *(first + node for node in path)]
                 first += len(tree)
-            starts = [len(sequence.token_ids) for sequence in sequences]
-            self.drafter.observe(sequences, starts, [outcome.tokens for outcome in outcomes], output.aux[rows])
-        self.clock.draft += drafted - started + time.perf_counter() - verified
+            kept = output.aux[rows].split([len(path) + 1 for path in paths])
+            for sequence, taps in zip(sequences, kept, strict=True):
+                sequence.taps.append(taps)
+        self.clock.draft += drafted - started
         self.clock.verify += verified - drafted
         return outcomes
 

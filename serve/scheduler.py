@@ -1,10 +1,16 @@
-"""Who runs in the next step: pages are reserved before it; what does not fit waits or is computed again later."""
+"""Who runs in the next step: pages are reserved before it; what does not fit waits or is computed again later.
+
+Prefixes that some sequence has computed before are taken from the cache, page by page.
+"""
 
 from dataclasses import dataclass, field
 
-from serve.pages import PageAllocator
+from serve.pages import PageAllocator, prefix_keys
 from serve.request import Sequence
 from target_model.errors import UserError
+
+# A request of priority p is overtaken by at most p * PATIENCE later ones of priority 0: nobody starves.
+PATIENCE = 256
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,18 @@ class Schedule:
 class Scheduler:
     """Continuous batching. Lower priority values go first, then earlier arrivals; the last in that order is preempted
     first.
+
+    `salt` enters the keys of cached pages. `drafted`: pages also hold the rows of a draft, which follows one behind.
     """
 
-    def __init__(self, limits: Limits, allocator: PageAllocator, page_size: int):
+    def __init__(
+        self, limits: Limits, allocator: PageAllocator, page_size: int, *, salt: bytes = b"", drafted: bool = False
+    ):
         self.limits, self.allocator, self.page_size = limits, allocator, page_size
+        self.salt, self.drafted = salt, drafted
         self.waiting: list[tuple[int, int, Sequence]] = []
         self.running: list[tuple[int, int, Sequence]] = []
-        self.preemptions = 0
+        self.preemptions = self.cached_tokens = 0
         self._arrivals = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -58,12 +69,15 @@ class Scheduler:
         if len(self.waiting) >= limits.max_waiting:
             raise UserError(f"the queue is full: {limits.max_waiting} requests are waiting")
         self._arrivals += 1
-        self.waiting.append((sequence.request.priority, self._arrivals, sequence))
+        rank = self._arrivals + PATIENCE * sequence.request.priority
+        self.waiting.append((rank, self._arrivals, sequence))
         self.waiting.sort(key=lambda entry: entry[:2])
 
     def schedule(self) -> Schedule:
         """Picks the next step's work and reserves its pages."""
         plan = Schedule()
+        for _, _, sequence in self.running:
+            self._publish(sequence)
         for entry in list(self.running):
             if entry in self.running and entry[2].decoding and self._reserve(entry):
                 plan.decode.append(entry[2])
@@ -86,13 +100,36 @@ class Scheduler:
         self._free(sequence)
 
     def _admit(self) -> None:
-        """Moves waiting sequences to running while the pages for their whole prefill and first step are free."""
-        while self.waiting and len(self.running) < self.limits.max_running:
-            entry = self.waiting[0]
-            if not self._extend(entry[2], entry[2].prefill_end + self.limits.scratch):
+        """Moves waiting sequences to running while the pages for their whole prefill and first step are there.
+
+        One whose next page is just being computed by a running sequence lets others pass until it can share that page.
+        """
+        coming = {key for _, _, s in self.running for key in s.page_keys[s.published // self.page_size :]}
+        for entry in list(self.waiting):
+            sequence = entry[2]
+            # At least one token is left to compute: its logits choose the next one.
+            keys = prefix_keys(sequence, self.salt, self.page_size)[: (sequence.prefill_end - 1) // self.page_size]
+            missing = next((key for key in keys if not self.allocator.holds(key)), None)
+            if missing in coming:
+                continue
+            if len(self.running) >= self.limits.max_running or not self._start(sequence, keys):
                 return
-            self.running.append(self.waiting.pop(0))
+            coming.update(sequence.page_keys[sequence.published // self.page_size :])
+            self.waiting.remove(entry)
+            self.running.append(entry)
             self.running.sort(key=lambda item: item[:2])
+
+    def _start(self, sequence: Sequence, keys: list[bytes]) -> bool:
+        """Cached pages for its prefix and empty ones for the rest; False, and nothing taken, if there are too few."""
+        pages = self.allocator.take_prefix(keys)
+        sequence.restart(pages, len(pages) * self.page_size)
+        if not self._extend(sequence, sequence.prefill_end + self.limits.scratch):
+            self._free(sequence)
+            return False
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.computed
+            self.cached_tokens += sequence.computed
+        return True
 
     def _reserve(self, entry: tuple[int, int, Sequence]) -> bool:
         """Pages for a verify step; the last running sequences give theirs up until it fits. False if `entry` itself had
@@ -117,9 +154,22 @@ class Scheduler:
             sequence.pages += pages
         return True
 
+    def _publish(self, sequence: Sequence) -> None:
+        """Offers the pages that are full of decided tokens by now to others. A page also needs the taps of its last
+        position, which the draft keeps when it computes the row behind the page.
+        """
+        size = self.page_size
+        complete = min(sequence.computed, sequence.draft_end - 1) if self.drafted else sequence.computed
+        if complete // size > sequence.published // size:
+            keys = prefix_keys(sequence, self.salt, size)[: complete // size]
+            for page in range(sequence.published // size, len(keys)):
+                self.allocator.publish(sequence.pages[page], keys[page])
+            sequence.published = len(keys) * size
+
     def _free(self, sequence: Sequence) -> None:
+        self._publish(sequence)
         self.allocator.release(sequence.pages)
-        sequence.pages, sequence.computed, sequence.root_state = [], 0, None
+        sequence.restart([], 0)
 
     def _pages_for(self, slots: int) -> int:
         return -(-slots // self.page_size)

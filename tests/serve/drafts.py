@@ -10,7 +10,7 @@ from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
 from serve.drafter import Drafter
 from serve.engine import Engine
-from serve.request import Sequence
+from serve.request import Completion, Request, Sequence, Update
 from serve.tree import Tree, TreeConfig
 from target_model.config import M3Config
 from target_model.model import TargetModel
@@ -108,3 +108,42 @@ def scripted_engine(
         engine.runner.drafter, script, lambda depth: chance.random() < agreement, rank
     )
     return engine
+
+
+def drive(
+    engine: Engine,
+    requests: list[Request],
+    arrivals: dict[str, int] | None = None,
+    aborts: dict[str, int] | None = None,
+) -> dict[str, Completion]:
+    """Runs the engine until all requests have ended; they arrive and are aborted at the given steps (0 and never).
+
+    After every step each page must be accounted for: free, cached, or in the tables of those who run.
+    """
+    arrivals, aborts = arrivals or {}, aborts or {}
+    updates: dict[str, list[Update]] = {request.id: [] for request in requests}
+    for tick in range(5000):
+        for request in requests:
+            if arrivals.get(request.id, 0) == tick:
+                engine.add(request)
+            if aborts.get(request.id) == tick:
+                engine.abort(request.id)
+        if not engine.has_work() and tick > max(arrivals.values(), default=0):
+            break
+        for update in engine.step():
+            updates[update.id].append(update)
+        check_pages(engine)
+    assert not engine.has_work() and engine.scheduler.allocator.used == 0
+    return {name: Completion.of(collected) for name, collected in updates.items() if collected}
+
+
+def check_pages(engine: Engine) -> None:
+    scheduler, allocator = engine.scheduler, engine.scheduler.allocator
+    tables = [sequence.pages for _, _, sequence in scheduler.running]
+    assert allocator.free + allocator.used + allocator.cached == allocator.total
+    assert allocator.used == len({page for table in tables for page in table})
+    assert all(len(set(table)) == len(table) for table in tables)
+    shared = [page for table in tables for page in table]
+    for _, _, sequence in scheduler.running:
+        writable = sequence.pages[sequence.computed // scheduler.page_size :]
+        assert all(shared.count(page) == 1 for page in writable), "a shared page is about to be written"

@@ -79,6 +79,7 @@ class FakeEngine:
             "waiting": len(self.requests) - running,
             "pages_total": PAGES,
             "pages_free": PAGES - running,
+            "pages_cached": 0,
             "preemptions": 0,
         }
 

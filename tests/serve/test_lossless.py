@@ -16,7 +16,7 @@ from serve.tree import TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 from tests.fixtures import random_target
-from tests.serve.drafts import random_draft, scripted_engine
+from tests.serve.drafts import drive, random_draft, scripted_engine
 
 TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32)]
 LENGTHS = [1, 7, 8, 9, 60]  # around the edges of a block of 8
@@ -124,22 +124,15 @@ def test_crowd_with_staggered_arrivals_and_aborts(target):
         (alone,) = scripted_engine(target, continuations, tree).generate([p], settings)
         expected[i] = [step.accepted for step in alone.steps]
     engine = scripted_engine(target, continuations, tree, prefill_tokens=13)
-    arrivals = {i: chance.randrange(20) for i in range(12)}
-    aborts = {2: 9, 5: 15, 9: 22}
-    tokens, accepted = {i: [] for i in range(12)}, {i: [] for i in range(12)}
-    for tick in range(400):
-        for i in (i for i, when in arrivals.items() if when == tick):
-            engine.add(Request(str(i), batch[i], params[i]))
-        for i in (i for i, when in aborts.items() if when == tick):
-            engine.abort(str(i))
-        if tick > 30 and not engine.has_work():
-            break
-        for update in engine.step():
-            tokens[int(update.id)] += update.token_ids
-            accepted[int(update.id)] += [update.step.accepted] if update.step else []
-    assert not engine.has_work() and engine.scheduler.allocator.used == 0
-    for i in set(range(12)) - set(aborts):
-        assert tokens[i] == solo[i] and accepted[i] == expected[i]
+    requests = [
+        Request(str(i), prompt, settings) for i, (prompt, settings) in enumerate(zip(batch, params, strict=True))
+    ]
+    arrivals = {str(i): chance.randrange(20) for i in range(12)}
+    aborts = {"2": 9, "5": 15, "9": 22}
+    got = drive(engine, requests, arrivals, aborts)
+    for i in set(range(12)) - set(map(int, aborts)):
+        assert got[str(i)].token_ids == solo[i]
+        assert [step.accepted for step in got[str(i)].steps] == expected[i]
 
 
 def test_preemption_recomputes_without_a_trace(target, greedy_answers):
@@ -168,6 +161,8 @@ def test_cache_after_commit_equals_a_fresh_prefill(target, greedy_answers):
     for _ in range(8):
         engine.step()
     drafter, cache = engine.runner.drafter, engine.runner.cache
+    with torch.inference_mode():
+        drafter.follow([sequence for _, _, sequence in engine.scheduler.running])
     for _, _, sequence in engine.scheduler.running:
         count = len(sequence.token_ids) - 1
         pages = list(range(-(-(count + 1) // cache.page_size)))
