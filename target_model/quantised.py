@@ -65,7 +65,9 @@ def quantise_parameters(model: nn.Module, formats: Mapping[str, Format]) -> None
     for name, form in formats.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
-        setattr(module, attribute, QuantisedWeight(tuple(getattr(module, attribute).shape), form))
+        shape = tuple(getattr(module, attribute).shape)
+        delattr(module, attribute)
+        setattr(module, attribute, QuantisedWeight(shape, form))
 
 
 def common_formats(stored: Iterable[tuple[str, Format | None]]) -> dict[str, Format]:

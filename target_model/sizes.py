@@ -62,7 +62,9 @@ def weight_bytes(
         if form is not None:
             total += form.bytes(spec.shape) + (4 * spec.shape[0] - 8 if form.tensor_scale else 0)
         else:
-            total += spec.size * (element_size if spec.kind == "weight" else 4)
+            # A head norm is kept once for each head that it serves.
+            heads = spec.rows[1] - spec.rows[0] if spec.kind == "norm" and spec.rows else 1
+            total += spec.size * heads * (element_size if spec.kind == "weight" else 4)
     return total
 
 
