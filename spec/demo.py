@@ -104,6 +104,7 @@ def _table(rows: Sequence[Row]) -> Table:
         title_justify="left",
         title_style="bold",
         box=SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("draft", no_wrap=True)
     table.add_column("shape", no_wrap=True)
@@ -128,7 +129,7 @@ def _show_answer(console: Console, pair: Pair, question: list[int], tokens: int)
     engine = pair.engine(shape, len(question) + tokens)
     (completion,) = engine.generate([question], sampling_params(0.0, tokens, 0))
     console.print(coloured(pair.tokenizer, completion.token_ids, completion.accepted_from_draft))
-    legend = Text("\nplain: the target's own    drafted and accepted, by depth in the tree:")
+    legend = Text("\nplain: the target's own; coloured: accepted from the draft, at depth")
     for depth in range(1, shape.depth + 1):
         legend.append(" ").append(f" {depth} ", style=_style(depth))
     console.print(legend)
