@@ -12,9 +12,10 @@ from draft_model.resolve import resolve_draft
 from serve.engine import Engine
 from serve.tree import TreeConfig
 from target_model.checkpoint import load_target
+from target_model.dummy import DummyWeights, dummy_target
 from target_model.errors import UserError
 from target_model.model import TargetModel
-from target_model.resolve import ResolvedTarget, resolve_target
+from target_model.resolve import BUNDLED, ResolvedTarget, resolve_target, target_config
 from target_model.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -50,17 +51,20 @@ def load_engine(
     max_running: int = 32,
     kv_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype | None = None,
+    dummy: DummyWeights | None = None,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
+
+    With `dummy` nothing is loaded but a config: random weights, and the bundled tokenizer.
 
     Raises UserError for anything missing, damaged or not fitting together.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
-    resolved = resolve_target(target)
+    resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = resolve_draft(draft, resolved) if draft is not None else None
-    model = load_target(target, dtype=dtype, device=device)
+    model = _load(resolved, target, dummy, dtype=dtype, device=device)
     draft_model = load_draft(chosen.path, dtype, device, chosen.default_taps) if chosen is not None else None
     if draft_model is not None:
         _check_pair(model, draft_model, chosen.path)
@@ -76,7 +80,7 @@ def load_engine(
         index_dtype=index_dtype,
     )
     lines = (
-        f"target {resolved.name}: {resolved.path}",
+        f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
         chosen.why if chosen is not None else "no draft: plain decoding",
         *([f"speculation: {engine.tree}"] if chosen is not None else []),
         *_memory_plan(engine, model, draft_model, device, dtype),
@@ -89,6 +93,26 @@ def usable_context(engine: Engine) -> int:
     """Tokens of prompt and answer that one request can have: the context, or less where the cache is smaller."""
     scheduler = engine.scheduler
     return min(engine.context, scheduler.allocator.total * scheduler.page_size - scheduler.limits.scratch)
+
+
+def _dummy(target: str, dummy: DummyWeights) -> ResolvedTarget:
+    """A target of which only the config is at hand; its tokenizer stands in for the real one."""
+    config = dummy.config(target_config(target))
+    return ResolvedTarget(target, BUNDLED / "m3-tiny", config)
+
+
+def _load(
+    resolved: ResolvedTarget,
+    target: str,
+    dummy: DummyWeights | None,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    language_only: bool = True,
+) -> TargetModel:
+    if dummy is None:
+        return load_target(target, dtype=dtype, device=device, language_only=language_only)
+    return dummy_target(resolved.name, resolved.config, dummy.format_name, dtype=dtype, device=device)
 
 
 def _check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:

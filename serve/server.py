@@ -27,6 +27,7 @@ from serve.middleware import Gate
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
 from serve.service import Service, Settings
 from serve.tree import TreeConfig
+from target_model.dummy import DummyWeights
 from target_model.errors import UserError
 from target_model.tokenizer import Tokenizer
 
@@ -49,6 +50,7 @@ class ServeOptions:
     max_running: int = 32
     kv_dtype: torch.dtype | None = None
     index_dtype: torch.dtype | None = None
+    dummy: DummyWeights | None = None
     max_open: int = 1024
     settings: Settings = field(default_factory=Settings)
 
@@ -69,6 +71,7 @@ def run(options: ServeOptions) -> None:
             max_running=options.max_running,
             kv_dtype=options.kv_dtype,
             index_dtype=options.index_dtype,
+            dummy=options.dummy,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         service = make_service(

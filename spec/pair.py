@@ -10,7 +10,9 @@ from serve.engine import Engine
 from serve.load import load_engine
 from serve.tree import TreeConfig
 from target_model.batch import MAX_SCRATCH
+from target_model.dummy import DummyWeights
 from target_model.errors import UserError
+from target_model.format_coverage import check_format_name
 from target_model.model import TargetModel
 from target_model.tokenizer import Tokenizer
 
@@ -59,6 +61,16 @@ def cache_dtype(name: str) -> torch.dtype | None:
     if name not in ("auto", "fp8"):
         raise UserError(f"unknown cache type {name!r}: expected auto or fp8")
     return torch.float8_e4m3fn if name == "fp8" else None
+
+
+def dummy_weights_option(format_name: str | None, layers: int | None) -> DummyWeights | None:
+    """What --dummy-weights and --layers ask for, None for a real checkpoint."""
+    if format_name is None:
+        if layers is not None:
+            raise UserError("--layers shortens a target of --dummy-weights only")
+        return None
+    check_format_name(format_name)
+    return DummyWeights(format_name, layers)
 
 
 def choose_device(name: str) -> str:

@@ -14,6 +14,10 @@ MODEL_NAME = typer.Option(help="Name that clients use. Default: the target's.")
 DTYPE = typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
 KV_DTYPE = typer.Option(help="K and V in the cache: auto (as --dtype) or fp8 (e4m3).")
 INDEX_DTYPE = typer.Option(help="Index K of the sparse layers in the cache: auto or fp8 (e4m3).")
+DUMMY = typer.Option(
+    help="Random weights instead of a checkpoint, in this format: bf16, mxfp8, mxfp4 or nvfp4.", metavar="FORMAT"
+)
+LAYERS = typer.Option(min=1, help="With --dummy-weights: only the first layers. Default: all.")
 CONTEXT = typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
 PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
 PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step.")
@@ -33,6 +37,8 @@ def serve(
     dtype: Annotated[str | None, DTYPE] = None,
     kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
     index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
+    dummy_weights: Annotated[str | None, DUMMY] = None,
+    layers: Annotated[int | None, LAYERS] = None,
     context: Annotated[int | None, CONTEXT] = None,
     pages: Annotated[int | None, PAGES] = None,
     prefill_tokens: Annotated[int, PREFILL] = 512,
@@ -46,7 +52,7 @@ def serve(
     from serve.server import ServeOptions, run
     from serve.service import Settings
     from serve.tree import TreeConfig
-    from spec.pair import cache_dtype, choose_device
+    from spec.pair import cache_dtype, choose_device, dummy_weights_option
     from target_model.errors import UserError
 
     if dtype is not None and dtype not in TYPES:
@@ -62,6 +68,7 @@ def serve(
         dtype=None if dtype is None else getattr(torch, dtype),
         kv_dtype=cache_dtype(kv_cache_dtype),
         index_dtype=cache_dtype(index_cache_dtype),
+        dummy=dummy_weights_option(dummy_weights, layers),
         pages=pages,
         context=context,
         prefill_tokens=prefill_tokens,
