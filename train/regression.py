@@ -5,9 +5,9 @@ H hidden, D head dim, n(x) = x / rms(x), e(x) a token's embedding, f[p] the targ
     fc        ridge regression n(taps[p]) -> f[p]: the feature g means the same as the state fed back later
     copying   a row's feature still tells its token, so two heads can look for earlier rows p' whose token x[p'] is the
               query's own x[p+1], and hand out x[p'+1]: query and key are canonical directions of e(x[p]) and n(g[p])
-    attention ridge regression (n(e(x[p+1])), n(g[p]), what the two heads copied) -> f[p+1] / final norm weight, refitted
-              on its own first predictions too. Its first two parts go through heads in which queries equal keys: a row
-              finds itself, and its value is the linear map of its own input
+    attention ridge regression (n(e(x[p+1])), n(g[p]), what the two heads copied) -> f[p+1] / final norm weight,
+              refitted on its own first predictions too. Its first two parts go through heads in which queries equal
+              keys: a row finds itself, and its value is the linear map of its own input
 
 The MLP starts at zero output and is free to learn.
 """
