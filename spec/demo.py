@@ -6,7 +6,6 @@ without it, and shows one answer with its accepted tokens coloured.
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -100,11 +99,10 @@ def _table(rows: Sequence[Row]) -> Table:
     """A line for each draft and shape; greedy and sampled side by side."""
     prompts = rows[0].prompts
     table = Table(
-        title=f"acceptance length (AL): tokens for each pass of the target; {SUITE}, {prompts} prompts",
+        title=f"AL, tokens for each pass of the target: {SUITE}, {prompts} prompts",
         title_justify="left",
         title_style="bold",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+        box=None,
     )
     table.add_column("draft", no_wrap=True)
     table.add_column("shape", no_wrap=True)
