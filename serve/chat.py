@@ -12,7 +12,7 @@ from serve.answer import Answer, Delta
 from serve.api_errors import from_exception, from_user_error, parse_body
 from serve.chat_parser import ChatParser, Part
 from serve.openai_types import ChatRequest
-from serve.prompt import chat_prompt, sampling_params
+from serve.prompt import Prompt, chat_prompt, sampling_params
 from serve.request import TokenLogprob
 from serve.responses import DONE, EventStream, chat_logprobs, envelope, event, usage
 from serve.service import Service
@@ -67,7 +67,7 @@ class _Message:
 class _Call:
     """One request on its way."""
 
-    def __init__(self, http: HttpRequest, request: ChatRequest, service: Service, prompt: list[int]):
+    def __init__(self, http: HttpRequest, request: ChatRequest, service: Service, prompt: Prompt):
         self.http, self.request, self.service, self.prompt = http, request, service, prompt
         self.request_id = http.scope["state"]["request_id"]
 
@@ -76,12 +76,17 @@ class _Call:
         params, stop = sampling_params(
             request,
             self.service,
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=len(self.prompt.token_ids),
             max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         )
         return self.service.answers(
-            self.http, [(self.prompt, params)], request.choices, stop=stop, priority=request.priority
+            self.http,
+            [(self.prompt.token_ids, params)],
+            request.choices,
+            stop=stop,
+            priority=request.priority,
+            images=self.prompt.images,
         )
 
     async def events(self, answers: list[Answer]) -> AsyncIterator[str]:
@@ -110,7 +115,7 @@ class _Call:
             return
         if with_usage:
             counts = [answer.counts for answer in answers]
-            yield event({**frame, "choices": [], "usage": usage(len(self.prompt), counts)})
+            yield event({**frame, "choices": [], "usage": usage(len(self.prompt.token_ids), counts)})
         yield DONE
 
     async def body(self, answers: list[Answer]) -> dict[str, Any]:
@@ -133,7 +138,7 @@ class _Call:
             )
         counts = [answer.counts for answer in answers]
         frame = envelope("chat.completion", self.request_id, self.service.model)
-        return {**frame, "choices": choices, "usage": usage(len(self.prompt), counts)}
+        return {**frame, "choices": choices, "usage": usage(len(self.prompt.token_ids), counts)}
 
 
 class _Whole:

@@ -9,6 +9,7 @@ import torch
 
 from draft_model.model import Eagle3Draft
 from serve.drafter import Drafter
+from serve.image_rows import check_images
 from serve.pages import PageAllocator
 from serve.request import Completion, Request, SamplingParams, Sequence, StepRecord, Update
 from serve.runner import Outcome, Runner
@@ -95,7 +96,9 @@ class Engine:
         self._sequences: dict[str, Sequence] = {}
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises UserError when its id is in use, a token id is out of range, or it can never fit."""
+        """Queues a request. Raises UserError when its id is in use, a token id is out of range, an image has no place,
+        or it can never fit.
+        """
         vocab = self.runner.target.config.vocab_size
         if request.id in self._sequences:
             raise UserError(f"request id {request.id!r} is in use")
@@ -107,6 +110,7 @@ class Engine:
             wrong = next((token for token in ids if not 0 <= token < vocab), None)
             if wrong is not None:
                 raise UserError(f"{name} has token id {wrong}, but the vocabulary holds 0 to {vocab - 1}")
+        check_images(request, self.runner.target)
         sequence = Sequence(request)
         self.scheduler.add(sequence)
         self._sequences[request.id] = sequence

@@ -14,6 +14,7 @@ from serve.tree import TreeConfig
 from target_model.checkpoint import load_target
 from target_model.dummy import DummyWeights, dummy_target
 from target_model.errors import UserError
+from target_model.images import PixelRules, VisionProcessor
 from target_model.model import TargetModel
 from target_model.resolve import BUNDLED, ResolvedTarget, resolve_target, target_config
 from target_model.tokenizer import Tokenizer, load_tokenizer
@@ -30,12 +31,13 @@ class SamplingDefaults:
 
 @dataclass(frozen=True)
 class Description:
-    """What is being served. `lines` are for people."""
+    """What is being served. `lines` are for people. `pictures` prepares them for the target, None when it sees none."""
 
     target: str
     draft: str | None
     defaults: SamplingDefaults
     lines: tuple[str, ...]
+    pictures: VisionProcessor | None = None
 
 
 def load_engine(
@@ -52,8 +54,11 @@ def load_engine(
     kv_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype | None = None,
     dummy: DummyWeights | None = None,
+    language_only: bool = True,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
+
+    Without `language_only` the vision tower comes along, where the checkpoint has one.
 
     With `dummy` nothing is loaded but a config: random weights, and the bundled tokenizer.
 
@@ -64,7 +69,10 @@ def load_engine(
     resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = resolve_draft(draft, resolved) if draft is not None else None
-    model = _load(resolved, target, dummy, dtype=dtype, device=device)
+    model = _load(resolved, target, dummy, dtype=dtype, device=device, language_only=language_only)
+    processor = None
+    if model.vision is not None:
+        processor = VisionProcessor(model.vision.config, PixelRules.read(resolved.path, model.vision.config))
     draft_model = load_draft(chosen.path, dtype, device, chosen.default_taps) if chosen is not None else None
     if draft_model is not None:
         _check_pair(model, draft_model, chosen.path)
@@ -83,10 +91,11 @@ def load_engine(
         f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
         chosen.why if chosen is not None else "no draft: plain decoding",
         *([f"speculation: {engine.tree}"] if chosen is not None else []),
+        "pictures: yes" if processor is not None else "pictures: no, the vision tower is not loaded",
         *_memory_plan(engine, model, draft_model, device, dtype),
     )
-    description = Description(resolved.name, chosen and str(chosen.path), _sampling_defaults(resolved), lines)
-    return engine, tokenizer, description
+    defaults = _sampling_defaults(resolved)
+    return engine, tokenizer, Description(resolved.name, chosen and str(chosen.path), defaults, lines, processor)
 
 
 def usable_context(engine: Engine) -> int:

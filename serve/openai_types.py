@@ -103,9 +103,26 @@ class CompletionRequest(SamplingFields):
         return self
 
 
+class ImageUrl(Strict):
+    """A data: URL with the picture in it, or a file: URL where the server allows that."""
+
+    url: str
+    detail: Literal["auto"] | None = None
+
+
 class ContentPart(Strict):
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _holds_what_it_says(self) -> "ContentPart":
+        other = "image_url" if self.type == "text" else "text"
+        if (self.text if self.type == "text" else self.image_url) is None:
+            raise ValueError(f"{self.type}: is missing")
+        if (self.image_url if self.type == "text" else self.text) is not None:
+            raise ValueError(f"{other}: not in a part of type {self.type}")
+        return self
 
 
 class FunctionCall(Strict):
@@ -143,7 +160,14 @@ class Message(Strict):
                     raise ValueError(f"{name}: only with role assistant")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("tool_call_id: only with role tool")
+        if self.role not in ("user", "tool") and any(part.type != "text" for part in self.parts):
+            raise ValueError("content: pictures only with the roles user and tool")
         return self
+
+    @property
+    def parts(self) -> list[ContentPart]:
+        """The content in parts; a plain text has none."""
+        return self.content if isinstance(self.content, list) else []
 
 
 class FunctionDefinition(Strict):

@@ -1,12 +1,15 @@
 """From API requests to prompt ids and sampling parameters. Long texts take time here: keep it off the event loop."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from serve.api_errors import ApiError, from_user_error
 from serve.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, Message, SamplingFields
-from serve.request import SamplingParams
+from serve.pictures import load_picture
+from serve.request import ImageSpan, SamplingParams
 from serve.service import Service
 from target_model.errors import UserError
+from target_model.images import VisionInput, expand_placeholders
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -35,23 +38,76 @@ def completion_prompts(request: CompletionRequest, service: Service) -> list[lis
     return encoded
 
 
-def chat_prompt(request: ChatRequest, service: Service) -> list[int]:
-    """Ids of a rendered conversation."""
-    check_length(_texts(request.messages), service, "messages")
-    messages = [message.model_dump(exclude_none=True) for message in in_call_order(request.messages)]
-    try:
-        prompt = service.tokenizer.render_chat(messages, request.offered_tools, request.mode)
-    except UserError as error:
-        raise from_user_error(error, {"messages", "tools"}, "messages") from None
-    check_context(prompt, service, "messages")
+@dataclass(frozen=True)
+class Prompt:
+    """Ids of a prompt, and the images that its placeholders show."""
+
+    token_ids: list[int]
+    images: tuple[ImageSpan, ...] = ()
+
+
+def chat_prompt(request: ChatRequest, service: Service) -> Prompt:
+    """A rendered conversation that fits the context."""
+    prompt = render(request.messages, request.offered_tools, request.mode, service)
+    check_context(prompt.token_ids, service, "messages")
     return prompt
 
 
+def render(
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    mode: str,
+    service: Service,
+    add_generation_prompt: bool = True,
+) -> Prompt:
+    """A rendered conversation, its pictures read."""
+    check_length(_texts(messages), service, "messages")
+    ordered = in_call_order(messages)
+    shown = _pictures(messages, service)
+    images = [image for message in ordered for image in shown.get(id(message), [])]
+    try:
+        token_ids = service.tokenizer.render_chat(
+            [message.model_dump(exclude_none=True) for message in ordered], tools, mode, add_generation_prompt
+        )
+    except UserError as error:
+        raise from_user_error(error, {"messages", "tools"}, "messages") from None
+    if not images:
+        return Prompt(token_ids)
+    token_ids, starts = expand_placeholders(token_ids, images, service.image_token_id)
+    spans = (
+        ImageSpan(start, start + image.rows, image.digest, image) for start, image in zip(starts, images, strict=True)
+    )
+    return Prompt(token_ids, tuple(spans))
+
+
+def _pictures(messages: list[Message], service: Service) -> dict[int, list[VisionInput]]:
+    """The pictures of each message that has some, by the message's identity. Reading stops at the first that fails, or
+    where they cannot fit the context any more.
+    """
+    found: dict[int, list[VisionInput]] = {}
+    count = rows = 0
+    for index, message in enumerate(messages):
+        for place, part in enumerate(message.parts):
+            if part.image_url is None:
+                continue
+            where = f"messages[{index}].content[{place}].image_url"
+            if service.pictures is None:
+                raise ApiError(400, f"{where}: the model served here sees no pictures", where, "unsupported_field")
+            count += 1
+            limit = service.settings.pictures.count
+            if count > limit:
+                raise ApiError(400, f"{where}: more than {limit} pictures in a request", where, "invalid_value")
+            image = load_picture(part.image_url.url, service.pictures, service.settings.pictures, f"{where}.url")
+            rows += image.rows
+            if rows >= service.context:
+                raise _too_long(f"at least {rows}", service, "messages")
+            found.setdefault(id(message), []).append(image)
+    return found
+
+
 def _texts(messages: list[Message]) -> list[str]:
-    contents = [message.content or "" for message in messages]
-    return [
-        text for content in contents for text in ([content] if isinstance(content, str) else [p.text for p in content])
-    ]
+    texts = [message.content for message in messages if isinstance(message.content, str)]
+    return texts + [part.text for message in messages for part in message.parts if part.text is not None]
 
 
 def check_length(texts: list[str], service: Service, param: str) -> None:

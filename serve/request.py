@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from target_model.errors import UserError
+from target_model.images import VisionInput
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,15 @@ class SamplingParams:
 @dataclass(frozen=True)
 class ImageSpan:
     """Prompt positions start..end-1 show the image (or video) whose content hashes to `digest`, not their token ids.
-"""
+
+    They show the rows of `image` from `first_row` on: a video stands in several places, one for each temporal patch.
+    """
 
     start: int
     end: int
     digest: bytes
+    image: VisionInput | None = None
+    first_row: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from serve.drafter import Drafter
+from serve.image_rows import ImageRows
 from serve.noise import gumbel
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose
@@ -48,6 +49,7 @@ class Runner:
         self.target, self.drafter, self.cache = target, drafter, cache
         self.taps = drafter.draft.config.taps if drafter else ()
         self.device = cache.k.device
+        self.image_rows = ImageRows(target.vision) if target.vision is not None else None
         self.clock = Clock()
 
     @torch.inference_mode()
@@ -57,6 +59,8 @@ class Runner:
         starts = [sequence.computed for sequence, _ in chunks]
         tokens = [sequence.token_ids[sequence.computed : sequence.computed + count] for sequence, count in chunks]
         batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, [s.pages for s, _ in chunks])
+        if self.image_rows is not None:
+            batch = self.image_rows.place(batch, chunks)
         output = self.target(batch, self.cache, self.taps)
         outcomes: list[Outcome | None] = [None] * len(chunks)
         complete, last_rows, row = [], [], 0

@@ -25,6 +25,7 @@ from serve.load import Description, load_engine, usable_context
 from serve.metrics import Metrics
 from serve.middleware import Gate
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
+from serve.prompt import render
 from serve.service import Service, Settings
 from serve.tree import TreeConfig
 from target_model.dummy import DummyWeights
@@ -52,6 +53,7 @@ class ServeOptions:
     index_dtype: torch.dtype | None = None
     dummy: DummyWeights | None = None
     max_open: int = 1024
+    language_only: bool = False
     settings: Settings = field(default_factory=Settings)
 
 
@@ -72,6 +74,7 @@ def run(options: ServeOptions) -> None:
             kv_dtype=options.kv_dtype,
             index_dtype=options.index_dtype,
             dummy=options.dummy,
+            language_only=options.language_only,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         service = make_service(
@@ -134,6 +137,8 @@ def make_service(
         description.defaults,
         Metrics(running, model),
         settings or Settings(),
+        description.pictures,
+        engine.runner.target.config.image_token_id,
     )
 
 
@@ -196,14 +201,11 @@ def _tokenize(body: bytes, service: Service) -> list[int]:
     try:
         if request.prompt is not None:
             return service.tokenizer.encode(request.prompt, allow_special=True)
-        return service.tokenizer.render_chat(
-            [message.model_dump(exclude_none=True) for message in request.messages or []],
-            [tool.model_dump(exclude_none=True) for tool in request.tools or []],
-            request.thinking_mode,
-            request.add_generation_prompt,
-        )
     except UserError as error:
-        raise from_user_error(error, {"messages", "tools"}, "prompt") from None
+        raise from_user_error(error, set(), "prompt") from None
+    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+    messages = request.messages or []
+    return render(messages, tools, request.thinking_mode, service, request.add_generation_prompt).token_ids
 
 
 def _detokenize(body: bytes, service: Service) -> str:

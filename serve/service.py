@@ -15,7 +15,9 @@ from serve.api_errors import ApiError
 from serve.async_engine import AsyncEngine, Stream
 from serve.load import SamplingDefaults
 from serve.metrics import Metrics
-from serve.request import Request, SamplingParams
+from serve.pictures import PictureLimits
+from serve.request import ImageSpan, Request, SamplingParams
+from target_model.images import VisionProcessor
 from target_model.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -31,11 +33,16 @@ class Settings:
     max_body: int = 64 * 2**20
     request_timeout: float = 3600.0
     drain_timeout: float = 30.0
+    pictures: PictureLimits = field(default_factory=PictureLimits)
 
 
 @dataclass
 class Service:
-    """One served model. `context`: tokens of prompt and answer that a request can have."""
+    """One served model.
+
+    context: tokens of prompt and answer that a request can have. pictures: reads them, None when the model sees none;
+    image_token_id stands for them in a prompt.
+    """
 
     engine: AsyncEngine
     tokenizer: Tokenizer
@@ -44,6 +51,8 @@ class Service:
     defaults: SamplingDefaults
     metrics: Metrics
     settings: Settings = field(default_factory=Settings)
+    pictures: VisionProcessor | None = None
+    image_token_id: int | None = None
     # Long texts have a thread of their own, so that they keep only each other waiting.
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="texts"))
     long_pool: ThreadPoolExecutor = field(
@@ -73,15 +82,17 @@ class Service:
         stop: tuple[str, ...],
         priority: int,
         show_special: bool = False,
+        images: tuple[ImageSpan, ...] = (),
     ) -> AsyncIterator[list[Answer]]:
         """Starts `choices` answers to each prompt, in that order, and counts them at the end.
 
-        Whatever ends the block, none of them stays in the engine. When the client hangs up, they end with "abort".
+        All prompts show `images`. Whatever ends the block, none of them stays in the engine. When the client hangs up,
+        they end with "abort".
         """
         # A client may send the same id twice, the engine must not see it twice.
         name = f"{http.scope['state']['request_id']}-{uuid.uuid4().hex[:8]}"
         requests = [
-            Request(f"{name}-{place}-{choice}", prompt, params, priority, choice)
+            Request(f"{name}-{place}-{choice}", prompt, params, priority, choice, images)
             for place, (prompt, params) in enumerate(prompts)
             for choice in range(choices)
         ]

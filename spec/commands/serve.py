@@ -1,5 +1,6 @@
 """`spec serve`: the OpenAI-compatible server."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,10 @@ PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at m
 PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step.")
 RUNNING = typer.Option(min=1, help="Requests that decode together.")
 OPEN = typer.Option(min=1, help="Requests taken, queued ones included.")
+PICTURES = typer.Option(
+    exists=True, file_okay=False, help="Directory whose pictures file: URLs may name. Default: no local files."
+)
+LANGUAGE_ONLY = typer.Option("--language-only", help="Leave the vision tower on disk: no pictures.")
 API_KEY = typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False)
 
 
@@ -44,11 +49,14 @@ def serve(
     prefill_tokens: Annotated[int, PREFILL] = 512,
     max_running: Annotated[int, RUNNING] = 32,
     max_open: Annotated[int, OPEN] = 1024,
+    pictures: Annotated[Path | None, PICTURES] = None,
+    language_only: Annotated[bool, LANGUAGE_ONLY] = False,
     api_key: Annotated[list[str] | None, API_KEY] = None,
 ) -> None:
     """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
     import torch
 
+    from serve.pictures import PictureLimits
     from serve.server import ServeOptions, run
     from serve.service import Settings
     from serve.tree import TreeConfig
@@ -74,6 +82,7 @@ def serve(
         prefill_tokens=prefill_tokens,
         max_running=max_running,
         max_open=max_open,
-        settings=Settings(api_keys=tuple(api_key or ())),
+        language_only=language_only,
+        settings=Settings(api_keys=tuple(api_key or ()), pictures=PictureLimits(pictures)),
     )
     run(options)
