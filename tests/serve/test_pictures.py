@@ -1,89 +1,30 @@
 """Pictures in a chat: answers with speculation equal those without, and what is no picture is refused by name."""
 
 import asyncio
-import base64
-import io
 import os
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from serve.engine import Engine
-from serve.image_rows import ImageRows
-from serve.load import load_engine
 from serve.pictures import PictureLimits
-from serve.request import Completion, ImageSpan, Request, SamplingParams, Sequence
 from serve.server import make_service
 from serve.service import Settings
 from serve.tree import TreeConfig
-from target_model.batch import Batch
-from target_model.errors import UserError
-from target_model.images import VisionInput, VisionProcessor
-from tests.serve.drafts import random_draft, scripted_engine
+from target_model.images import VisionProcessor
+from tests.serve.drafts import random_draft
 from tests.serve.fake_engine import saying, service
 from tests.serve.http_client import ask, client
+from tests.serve.pictures import IMAGE, data_url, encoded, picture, seeing, user
 
 CHAT = "/v1/chat/completions"
-IMAGE, VIDEO = 4, 5  # placeholders of m3-tiny
 WHERE = "messages[0].content[1].image_url"
 
 
-def picture(width: int = 140, height: int = 112, seed: int = 0) -> Image.Image:
-    generator = np.random.default_rng(seed)
-    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def encoded(shown: Image.Image, kind: str = "PNG", **options) -> bytes:
-    file = io.BytesIO()
-    shown.save(file, kind, **options)
-    return file.getvalue()
-
-
-def data_url(data: bytes | Image.Image) -> str:
-    data = data if isinstance(data, bytes) else encoded(data)
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
-
-def user(*urls: str, text: str = "What is this?") -> list[dict]:
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return [{"role": "user", "content": [{"type": "text", "text": text}, *parts]}]
-
-
 @pytest.fixture(scope="module")
-def parts():
-    """Target with its tower, tokenizer, description."""
-    engine, tokenizer, description = load_engine(draft=None, device="cpu", pages=64, language_only=False)
-    return engine.runner.target, tokenizer, description
-
-
-@pytest.fixture(scope="module")
-def processor(parts) -> VisionProcessor:
-    return parts[2].pictures
-
-
-def shown(processor: VisionProcessor, seed: int, words: int = 20) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """A prompt of words around one image of 20 rows."""
-    image = processor.image(picture(seed=seed))
-    ids = [*range(100, 100 + words), *[IMAGE] * image.rows, *range(200, 200 + words)]
-    return ids, (ImageSpan(words, words + image.rows, image.digest, image),)
-
-
-def answers(engine: Engine, requests: list[Request]) -> list[Completion]:
-    updates = {request.id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while engine.has_work():
-        for update in engine.step():
-            updates[update.id].append(update)
-    return [Completion.of(entries) for entries in updates.values()]
-
-
-def greedy(tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def processor() -> VisionProcessor:
+    return seeing()[2].pictures
 
 
 def post_all(made, bodies: list[dict]) -> list[dict]:
@@ -97,9 +38,9 @@ def post_all(made, bodies: list[dict]) -> list[dict]:
 
 
 @pytest.mark.parametrize("tree", [TreeConfig.chain(3), TreeConfig(4, 3, 14)], ids=str)
-def test_speculation_changes_nothing(parts, tree: TreeConfig):
+def test_speculation_changes_nothing(tree: TreeConfig):
     """Through the server, greedy and sampled; prompts are cut into chunks that end inside images."""
-    target, tokenizer, description = parts
+    target, tokenizer, description = seeing()
     common = {"max_tokens": 24, "ignore_eos": True, "logprobs": True}
     bodies = [
         {"messages": user(data_url(picture())), "temperature": 0, **common},
@@ -123,130 +64,6 @@ def test_speculation_changes_nothing(parts, tree: TreeConfig):
     assert min(abs(first[0] - first[other]) for other in (1, 2, 4)) > 1e-3
     assert plain[0]["usage"]["prompt_tokens"] == plain[4]["usage"]["prompt_tokens"] + 22
     assert engine.runner.image_rows.encoded == 4
-
-
-def test_accepted_tokens_behind_images(parts, processor: VisionProcessor):
-    """With a draft that is right most of the time, so that much is accepted."""
-    target = parts[0]
-    prompts = [shown(processor, seed) for seed in range(3)]
-    requests = [Request(str(place), ids, greedy(40), images=spans) for place, (ids, spans) in enumerate(prompts)]
-    plain = [answers(Engine(target, pages=64), [request])[0] for request in requests]
-    assert len({tuple(answer.token_ids) for answer in plain}) > 1
-    # The script knows prompts by their ids, which are the same: the images alone tell these apart.
-    assert len({tuple(ids) for ids, _ in prompts}) == 1
-    for request, expected in zip(requests, plain, strict=True):
-        script = {tuple(request.prompt_ids): expected.token_ids}
-        engine = scripted_engine(target, script, TreeConfig(4, 3, 12), agreement=0.8, pages=64, prefill_tokens=17)
-        found = answers(engine, [request])[0]
-        assert found.token_ids == expected.token_ids
-        assert sum(step.accepted for step in found.steps) > 15
-
-
-def test_the_same_ids_with_another_image_share_no_prefix(parts, processor: VisionProcessor):
-    """One engine, one request after the other: whatever it keeps of the first must not serve the second."""
-    target = parts[0]
-    engine = Engine(target, pages=64)
-    for seed in (0, 1, 0):
-        ids, spans = shown(processor, seed, words=40)
-        expected = answers(Engine(target, pages=64), [Request("a", ids, greedy(12), images=spans)])[0]
-        found = answers(engine, [Request("a", ids, greedy(12), images=spans)])[0]
-        assert found.token_ids == expected.token_ids
-    without = answers(engine, [Request("a", ids, greedy(12))])[0]
-    assert without.token_ids == answers(Engine(target, pages=64), [Request("a", ids, greedy(12))])[0].token_ids
-
-
-class CountingRows(ImageRows):
-    placed = 0
-
-    def place(self, batch: Batch, chunks: list[tuple[Sequence, int]]) -> Batch:
-        batch = super().place(batch, chunks)
-        self.placed += 0 if batch.image_rows is None else len(batch.image_rows)
-        return batch
-
-
-def test_preempted_requests_see_their_image_again(parts, processor: VisionProcessor):
-    target = parts[0]
-    requests = [
-        Request(str(seed), ids, greedy(60), images=spans)
-        for seed, (ids, spans) in enumerate(shown(processor, seed) for seed in range(4))
-    ]
-    plain = [answers(Engine(target, pages=64), [request])[0].token_ids for request in requests]
-    tight = Engine(target, pages=12, prefill_tokens=16)
-    tight.runner.image_rows = rows = CountingRows(target.vision)
-    tight.scheduler.allocator.publish = lambda page, key: None  # no page survives its sequence
-    assert [answer.token_ids for answer in answers(tight, requests)] == plain
-    assert tight.scheduler.preemptions > 0
-    assert rows.placed > 4 * 20 and rows.encoded == 4
-
-
-@torch.inference_mode()
-def test_rows_of_a_chunk(parts, processor: VisionProcessor):
-    """Any cut through text, images and the frames of a video takes the right rows of the right features."""
-    target = parts[0]
-    first, second = processor.image(picture()), processor.image(picture(60, 90, 1))
-    video = processor.video([picture(56, 56, seed) for seed in range(11)])
-    steps = sum(frames for frames, _, _ in video.grids)
-    per_step = video.rows // steps
-    ids, spans = [100, 101], []
-    features = [None, None]
-
-    def show(image: VisionInput, token: int, begin: int, end: int) -> None:
-        spans.append(ImageSpan(len(ids), len(ids) + end - begin, image.digest, image, begin))
-        ids.extend([token] * (end - begin))
-        features.extend(target.vision(image.patches, image.grids)[begin:end])
-
-    show(first, IMAGE, 0, first.rows)
-    show(second, IMAGE, 0, second.rows)
-    for step in range(steps):
-        ids.append(102)
-        features.append(None)
-        show(video, VIDEO, step * per_step, (step + 1) * per_step)
-    request = Request("a", ids, greedy(1), images=tuple(spans))
-    Engine(target, pages=64).add(request)
-    rows = ImageRows(target.vision)
-    for start, count in [(0, len(ids)), (0, 1), (1, 5), (7, 30), (30, 12), (len(ids) - 3, 3)]:
-        sequence, other = Sequence(request), Sequence(replace(request, id="b"))
-        sequence.computed, other.computed = start, 3
-        chunk = ids[start : start + count]
-        batch = Batch.causal(16, "cpu", [chunk, ids[3:9]], [start, 3], [list(range(64))] * 2)
-        batch = rows.place(batch, [(sequence, count), (other, 6)])
-        expected = features[start : start + count] + features[3:9]
-        wanted = [row for row, value in enumerate(expected) if value is not None]
-        assert batch.image_rows.tolist() == wanted
-        assert (batch.image_features - torch.stack([expected[row] for row in wanted])).abs().max() < 1e-5
-    assert rows.encoded == 3
-
-
-def test_features_are_kept_while_there_is_room(parts, processor: VisionProcessor):
-    images = [processor.image(picture(seed=seed)) for seed in range(3)]
-    rows = ImageRows(parts[0].vision, kept=2 * images[0].rows)
-    for place, encoded_so_far in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
-        rows._of(images[place])
-        assert rows.encoded == encoded_so_far
-
-
-def test_requests_whose_images_have_no_place(parts, processor: VisionProcessor):
-    target = parts[0]
-    ids, (span,) = shown(processor, 0)
-    engine = Engine(target, pages=64)
-    video = processor.video([picture()])
-    for wrong in (
-        replace(span, start=span.start - 1, end=span.end - 1),
-        replace(span, end=span.end + 1),
-        replace(span, first_row=1),
-        replace(span, image=None),
-        replace(span, digest=b"other"),
-        replace(span, image=video, digest=video.digest),
-    ):
-        with pytest.raises(UserError, match="the prompt"):
-            engine.add(Request("a", ids, greedy(1), images=(wrong,)))
-    with pytest.raises(UserError, match="the prompt"):
-        engine.add(Request("a", ids, greedy(1), images=(span, span)))
-    assert not engine.has_work()
-    blind, _, description = load_engine(draft=None, device="cpu", pages=64)
-    assert description.pictures is None
-    with pytest.raises(UserError, match="without its vision tower"):
-        blind.add(Request("a", ids, greedy(1), images=(span,)))
 
 
 def sees(processor: VisionProcessor, limits: PictureLimits | None = None):
@@ -412,8 +229,8 @@ def test_text_that_looks_like_a_placeholder_is_text(processor: VisionProcessor):
     assert made.engine.engine.seen[0].prompt_ids.count(IMAGE) == 20
 
 
-def test_choices_share_the_picture(parts):
-    target, tokenizer, description = parts
+def test_choices_share_the_picture():
+    target, tokenizer, description = seeing()
     engine = Engine(target, pages=128)
     (body,) = post_all(
         make_service(engine, tokenizer, description),
