@@ -13,6 +13,7 @@ from spec import __version__
 from spec.commands.bench import bench
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
+from spec.commands.inspect import inspect
 from spec.commands.quantize import quantize
 from spec.commands.regenerate import regenerate
 from spec.commands.serve import serve
@@ -31,6 +32,7 @@ app.command()(train)
 app.command()(serve)
 app.command()(demo)
 app.command()(regenerate)
+app.command()(inspect)
 app.command()(quantize)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
