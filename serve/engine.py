@@ -50,6 +50,8 @@ class Engine:
 
     pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and
     answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    sampling: "coupled" (target and draft share the noise of each position: a seed gives one text whatever is drafted)
+    or "rejection" (the distribution is the same, the text of a seed depends on the draft).
     kv_dtype, index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the type
     of the weights.
     """
@@ -65,9 +67,12 @@ class Engine:
         prefill_tokens: int = 512,
         max_running: int = 32,
         max_waiting: int = 1024,
+        sampling: str = "coupled",
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
     ):
+        if sampling not in ("coupled", "rejection"):
+            raise UserError(f"sampling must be coupled or rejection, got {sampling!r}")
         config, weight = target.config, target.embed_tokens.weight
         self.tree = tree or TreeConfig()
         self.context = min(context or config.max_position, config.max_position)
@@ -86,7 +91,8 @@ class Engine:
             kv_dtype=kv_dtype,
             index_dtype=index_dtype,
         )
-        self.runner = Runner(target, Drafter(draft, cache, self.tree) if draft else None, cache)
+        drafter = Drafter(draft, cache, self.tree) if draft else None
+        self.runner = Runner(target, drafter, cache, rejection=sampling == "rejection")
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()
         self.scheduler = Scheduler(

@@ -1,4 +1,4 @@
-"""Gumbel noise as a pure function of (seed, choice index, position, token id).
+"""Random numbers as pure functions of (seed, choice index, position, token id): Gumbel noise, and uniform ones.
 
 The token at a position is the argmax of its processed log-probabilities plus this noise, so a seed gives the same text
 with speculation on or off, tree or chain, alone or batched. The bits come from Philox4x32-10 (Salmon et al., "Parallel
@@ -41,14 +41,30 @@ def gumbel(
 
     `positions` are those of the token to be chosen. Seeds are taken modulo 2^64.
     """
+    return -torch.log(-torch.log(_uniform(seeds, choices, positions, vocab_size, device, stream=0)))
 
+
+def uniform(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], count: int, device: torch.device | str
+) -> Tensor:
+    """Uniform numbers in (0, 1), fp32 [N, count], independent of the Gumbel noise of the same position."""
+    return _uniform(seeds, choices, positions, count, device, stream=1)
+
+
+def _uniform(
+    seeds: Sequence[int],
+    choices: Sequence[int],
+    positions: Sequence[int],
+    count: int,
+    device: torch.device | str,
+    stream: int,
+) -> Tensor:
     def column(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
 
-    words = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)[None, :]
-    counter = (words, column(positions), column(choices), torch.zeros_like(words))
+    words = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)[None, :]
+    counter = (words, column(positions), column(choices), torch.full_like(words, stream))
     key = (column([seed & _MASK for seed in seeds]), column([(seed >> 32) & _MASK for seed in seeds]))
-    bits = torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :vocab_size]
-    # 23 bits and a half are exact in fp32, so the uniform number is never 0 or 1.
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    bits = torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
+    # 23 bits and a half are exact in fp32, so the number is never 0 or 1.
+    return ((bits >> 9).float() + 0.5) * 2.0**-23

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from serve.drafter import Drafter
 from serve.image_rows import ImageRows
-from serve.noise import gumbel
+from serve.noise import gumbel, uniform
 from serve.request import Sequence, TokenLogprob
-from serve.sampling import Row, choose
+from serve.sampling import Row, choose, choose_by_rejection
 from serve.tree import Tree
 from target_model.batch import Batch
 from target_model.cache import PagedCache
@@ -43,10 +43,13 @@ class Clock:
 
 
 class Runner:
-    """Runs the target, and the draft when there is one, over the shared cache."""
+    """Runs the target, and the draft when there is one, over the shared cache.
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, cache: PagedCache):
-        self.target, self.drafter, self.cache = target, drafter, cache
+    `rejection` replaces the noise that target and draft share (the default) by rejection sampling.
+    """
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None, cache: PagedCache, rejection: bool = False):
+        self.target, self.drafter, self.cache, self.rejection = target, drafter, cache, rejection
         self.taps = drafter.draft.config.taps if drafter else ()
         self.device = cache.k.device
         self.image_rows = ImageRows(target.vision) if target.vision is not None else None
@@ -93,7 +96,7 @@ class Runner:
         depth = min(self.drafter.tree.depth, max(limits)) if self.drafter else 0
         noise_RDV = self._noise(sequences, depth + 1)
         if self.drafter:
-            trees = self.drafter.propose(sequences, limits, noise_RDV)
+            trees = self.drafter.propose(sequences, limits, None if self.rejection else noise_RDV)
         else:
             trees = [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
         drafted = time.perf_counter()
@@ -122,7 +125,10 @@ class Runner:
         if noise_RDV is not None:
             levels = noise_RDV.shape[1]
             noise_TV = noise_RDV.flatten(0, 1)[[r * levels + depth for r, row in enumerate(depths) for depth in row]]
-        choices = self._choose(logits_TV, rows, noise_TV)
+        if self.rejection and noise_TV is not None:
+            choices = self._choose_by_rejection(logits_TV, rows, noise_TV, trees)
+        else:
+            choices = self._choose(logits_TV, rows, noise_TV)
         outcomes, paths, first = [], [], 0
         for sequence, tree in zip(sequences, trees, strict=True):
             chosen = choices[first : first + len(tree)]
@@ -171,6 +177,18 @@ class Runner:
     def _choose(self, logits_NV: Tensor, rows: list[Row], noise: Tensor | None) -> list[int]:
         noise_NV = None if noise is None else noise.reshape(len(rows), -1)
         return choose(logits_NV, rows, noise_NV, self.target.config.eos_token_ids).tolist()
+
+    def _choose_by_rejection(
+        self, logits_NV: Tensor, rows: list[Row], noise_NV: Tensor, trees: list[Tree]
+    ) -> list[int]:
+        candidates = [tokens for tree in trees for tokens in tree.candidates()]
+        width = max(1, *map(len, candidates))
+        candidate_NW = [tokens + [-1] * (width - len(tokens)) for tokens in candidates]
+        keys = [(row.sequence.seed, row.sequence.request.choice_index, row.position) for row in rows]
+        drawn_NW = uniform(*zip(*keys, strict=True), width, self.device)
+        eos = self.target.config.eos_token_ids
+        candidate_NW = torch.tensor(candidate_NW, device=self.device)
+        return choose_by_rejection(logits_NV, rows, noise_NV, eos, candidate_NW, drawn_NW).tolist()
 
     def _logprobs(self, logits_NV: Tensor, rows: list[Row], tokens: list[int]) -> list[TokenLogprob | None]:
         """The model's own log-probabilities, before bias and filters, where the request asks for them."""

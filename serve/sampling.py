@@ -1,6 +1,9 @@
 """From the target's logits to tokens: bias, penalties and filters per row, then argmax with the position's noise.
 
-N rows (nodes of all sequences), V vocabulary.
+Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
+the same draft and tree.
+
+N rows (nodes of all sequences), V vocabulary, W candidates of a node.
 """
 
 from dataclasses import dataclass
@@ -32,6 +35,36 @@ def choose(logits_NV: Tensor, rows: list[Row], noise_NV: Tensor | None, eos_ids:
     if noise_NV is None:
         return logits_NV.argmax(-1)
     return (filtered(logits_NV, rows) + noise_NV).argmax(-1)
+
+
+def choose_by_rejection(
+    logits_NV: Tensor,
+    rows: list[Row],
+    noise_NV: Tensor,
+    eos_ids: tuple[int, ...],
+    candidate_NW: Tensor,
+    uniform_NW: Tensor,
+) -> Tensor:
+    """The token of every row, int64 [N], by rejection sampling over the tokens that the draft proposed there.
+
+    Candidates (-1 behind the last) were picked without chance, so each stands for a draft that is sure of it: it is
+    accepted with its probability p under what is left of the target's distribution; if not, its mass is removed and
+    the next one is tried. After the last the token comes from the rest.
+    """
+    logits_NV = adjust(logits_NV, rows, eos_ids)
+    rest_NV = filtered(logits_NV, rows).softmax(-1)
+    chosen_N = torch.full_like(candidate_NW[:, 0], -1)
+    for candidate_N, uniform_N in zip(candidate_NW.unbind(1), uniform_NW.unbind(1), strict=True):
+        tried_N = (candidate_N >= 0) & (chosen_N < 0)
+        index_N1 = candidate_N.clamp(min=0)[:, None]
+        mass_N = rest_NV.gather(1, index_N1)[:, 0]
+        # Summed anew each time: when nothing else is left the two are equal, and the candidate is accepted for sure.
+        accepted_N = tried_N & (uniform_N * rest_NV.sum(-1) < mass_N)
+        chosen_N = torch.where(accepted_N, candidate_N, chosen_N)
+        rest_NV.scatter_(1, index_N1, torch.where(tried_N & ~accepted_N, 0.0, mass_N)[:, None])
+    rest_N = (rest_NV.log() + noise_NV).argmax(-1)
+    greedy_N = torch.tensor([row.sequence.params.greedy for row in rows], device=logits_NV.device)
+    return torch.where(greedy_N, logits_NV.argmax(-1), torch.where(chosen_N >= 0, chosen_N, rest_N))
 
 
 def adjust(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tensor:

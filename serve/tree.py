@@ -91,6 +91,13 @@ class Tree:
             paths.append(() if parent < 0 else (*paths[parent], token))
         return paths
 
+    def candidates(self) -> list[list[int]]:
+        """For each node the tokens of its children, in order."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for token, parent in zip(self.tokens[1:], self.parents[1:], strict=True):
+            children[parent].append(token)
+        return children
+
     def accept(self, choices: list[int]) -> list[int]:
         """The accepted nodes, root excluded: from the root on, the child that carries the target's choice at its
         parent.

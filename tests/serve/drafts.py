@@ -1,7 +1,7 @@
 """Drafts for tests: an untrained one, and drafters that follow a script of the target's own continuation."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
 from serve.drafter import Drafter
 from serve.engine import Engine
-from serve.request import Completion, Request, Sequence, Update
+from serve.request import Completion, Request, SamplingParams, Sequence, Update
 from serve.tree import Tree, TreeConfig
 from target_model.config import M3Config
 from target_model.model import TargetModel
@@ -51,12 +51,16 @@ def random_draft(target: TargetModel, seed: int = 0, taps: tuple[int, ...] = (1,
 class ScriptedDrafter(Drafter):
     """Keeps the real draft's rows up to date but proposes from a script: `script(sequence)` gives the tokens to come.
 
-    `hit(depth)` tells whether the true token is among the guesses of that depth, `rank` at which place among its
-    siblings it stands. All other nodes are wrong on purpose.
+    `hit(sequence, depth)` tells whether the true token is among the guesses of that depth, `rank` at which place among
+    its siblings it stands. All other nodes are wrong on purpose.
     """
 
     def __init__(
-        self, drafter: Drafter, script: Callable[[Sequence], list[int]], hit: Callable[[int], bool], rank: int = 0
+        self,
+        drafter: Drafter,
+        script: Callable[[Sequence], list[int]],
+        hit: Callable[[Sequence, int], bool],
+        rank: int = 0,
     ):
         super().__init__(drafter.draft, drafter.cache, drafter.tree)
         self.script, self.hit, self.rank = script, hit, rank
@@ -72,7 +76,7 @@ class ScriptedDrafter(Drafter):
         for depth in range(1, min(self.tree.depth, limit) + 1):
             truth = coming[depth - 1] if depth <= len(coming) else 0
             guesses = [(truth + 1 + i) % vocab for i in range(self.tree.width)]
-            hit = self.hit(depth)
+            hit = self.hit(sequence, depth)
             if hit:
                 guesses[min(self.rank, self.tree.width - 1)] = truth
             guesses = guesses[: self.tree.nodes - len(tree)]
@@ -97,17 +101,39 @@ def scripted_engine(
     seed: int = 0,
     **settings,
 ) -> Engine:
-    """An engine whose draft knows each prompt's plain continuation and tells the truth with the given probability."""
+    """An engine whose draft knows each prompt's plain continuation and tells the truth with the given probability.
+
+    When it does depends on the prompt and the place, so a request meets the same draft alone and in a crowd.
+    """
     engine = Engine(target, random_draft(target), tree, **settings)
-    chance = random.Random(seed)
 
     def script(sequence: Sequence) -> list[int]:
         return continuations[tuple(sequence.request.prompt_ids)][sequence.output_length :]
 
-    engine.runner.drafter = ScriptedDrafter(
-        engine.runner.drafter, script, lambda depth: chance.random() < agreement, rank
-    )
+    def hit(sequence: Sequence, depth: int) -> bool:
+        return (
+            random.Random(f"{seed} {sequence.request.prompt_ids} {len(sequence.token_ids) + depth}").random()
+            < agreement
+        )
+
+    engine.runner.drafter = ScriptedDrafter(engine.runner.drafter, script, hit, rank)
     return engine
+
+
+def prompts(lengths: Iterable[int], seed: int = 3, vocab: int = 300) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(vocab) for _ in range(length)] for length in lengths]
+
+
+def plain(target: TargetModel, params: SamplingParams, batch: list[list[int]]) -> dict[tuple[int, ...], list[int]]:
+    """The answers without a draft, each prompt alone."""
+    return {tuple(prompt): Engine(target).generate([prompt], params)[0].token_ids for prompt in batch}
+
+
+def mean_length(completions: Iterable[Completion]) -> float:
+    """Tokens emitted per verify step."""
+    steps = [step for completion in completions for step in completion.steps]
+    return sum(step.emitted for step in steps) / len(steps)
 
 
 def drive(

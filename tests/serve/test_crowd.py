@@ -44,7 +44,7 @@ def test_a_crowd_with_random_aborts():
     engine.runner.drafter = ScriptedDrafter(
         engine.runner.drafter,
         lambda sequence: scripts[tuple(sequence.request.prompt_ids)][sequence.output_length :],
-        lambda depth: chance.random() < 0.7,
+        lambda *_: chance.random() < 0.7,
     )
     made = make_service(engine, tokenizer, description)
     finished = asyncio.run(_crowd(made, bodies, expected))

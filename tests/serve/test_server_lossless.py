@@ -141,7 +141,7 @@ def test_speculation_changes_no_field(parts, plain, tree, stream):
         key = (tuple(sequence.request.prompt_ids), sequence.request.choice_index)
         return answers[key][sequence.output_length :]
 
-    engine.runner.drafter = ScriptedDrafter(engine.runner.drafter, script, lambda depth: chance.random() < 0.67)
+    engine.runner.drafter = ScriptedDrafter(engine.runner.drafter, script, lambda *_: chance.random() < 0.67)
     made = make_service(engine, tokenizer, description)
     cases = [(path, body) for path, body in REQUESTS if not (stream and "best_of" in body)]
 
