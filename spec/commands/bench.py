@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device, Seed, Target
+from spec.commands.options import Device, Draft, Seed, Target, draft_name
 
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
@@ -55,6 +55,21 @@ def acceptance(
         ),
         json_path=json,
     )
+
+
+@bench.command()
+def quantization(
+    target: Target = "m3-tiny",
+    draft: Draft = "eagle3",
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the bundled excerpt of validation text.")] = 46,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts for acceptance.")] = 8,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a row, at most.")] = 768,
+    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+) -> None:
+    """What quantised weights and fp8 caches cost: weight error, perplexity, agreement, acceptance."""
+    from spec.bench.quantization import run
+
+    run(target, draft_name(draft), rows, prompts, tokens, json)
 
 
 @bench.command()
