@@ -46,12 +46,13 @@ def quantise_checkpoint(
     format_name: str,
     *,
     exclude: tuple[str, ...] = (),
+    device: torch.device | str = "cpu",
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Written:
     """Writes the target `source` in a format to the new directory `destination`.
 
-    `exclude` are globs of modules to leave in bf16 beside those that the format leaves anyway. `advance` hears of
-    every weight that is done. Raises UserError for a source that is quantised already, a destination that exists, or
+    `exclude` are globs of modules to leave in bf16 beside those that the format leaves anyway. The arithmetic runs on
+    `device`. `advance` hears of every weight that is done. Raises UserError for a source that is quantised already, a destination that exists, or
     a full disk.
     """
     check_format_name(format_name)
@@ -79,7 +80,7 @@ def quantise_checkpoint(
                 size += writer.bytes
                 for weight in group:
                     form = formats[weight.spec.name]
-                    tensors = _convert(weight, form, shard.get_tensor(weight.values), largest)
+                    tensors = _convert(weight, form, shard.get_tensor(weight.values), largest, device)
                     for name, tensor in tensors.items():
                         writer.write(name, tensor)
                     counts[form.name if form else "plain"] = counts.get(form.name if form else "plain", 0) + 1
@@ -112,17 +113,21 @@ def _entries(weight: StoredWeight, form: Format | None, stored: Mapping[str, Sto
 
 
 def _convert(
-    weight: StoredWeight, form: Format | None, tensor: Tensor, largest: Mapping[str, Tensor]
+    weight: StoredWeight,
+    form: Format | None,
+    tensor: Tensor,
+    largest: Mapping[str, Tensor],
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     """The tensors that store a weight, in the order of `_entries`."""
     if form is None:
         return {weight.spec.name: tensor}
     module = module_of(weight.spec)
-    tensor_scale = tensor_scale_of(form, largest[_shared(weight)]) if form.tensor_scale else None
-    packed: Packed = quantise(form, tensor, tensor_scale)
-    tensors = {weight.spec.name: packed.values, f"{module}.{_SCALE_NAMES[form]}": packed.scale}
+    tensor_scale = tensor_scale_of(form, largest[_shared(weight)]).to(device) if form.tensor_scale else None
+    packed: Packed = quantise(form, tensor.to(device), tensor_scale)
+    tensors = {weight.spec.name: packed.values.cpu(), f"{module}.{_SCALE_NAMES[form]}": packed.scale.cpu()}
     if form.tensor_scale:
-        tensors[f"{module}.weight_scale_2"] = packed.tensor_scale
+        tensors[f"{module}.weight_scale_2"] = packed.tensor_scale.cpu()
         tensors[f"{module}.input_scale"] = torch.tensor(_INPUT_SCALE)
     return tensors
 

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.options import Device
+
 
 def quantize(
     source: Annotated[str, typer.Argument(help="Target in bf16: m3-tiny, MiniMax-M3, or a directory.")],
@@ -14,11 +16,13 @@ def quantize(
         list[str] | None,
         typer.Option(help="Glob of modules to leave in bf16, for example '*.index_k_proj'; repeatable."),
     ] = None,
+    device: Device = "auto",
 ) -> None:
     """Write a checkpoint in one of the published quantised layouts, tensor by tensor."""
     from rich.console import Console
     from rich.progress import Progress
 
+    from spec.pair import choose_device
     from target_model.quantise_checkpoint import quantise_checkpoint
 
     console = Console(stderr=True)
@@ -29,6 +33,7 @@ def quantize(
             destination,
             format,
             exclude=tuple(exclude or ()),
+            device=choose_device(device),
             advance=lambda done, total: bar.update(task, completed=done, total=total),
         )
     counts = ", ".join(f"{count} {name}" for name, count in sorted(written.weights.items()))
