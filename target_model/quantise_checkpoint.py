@@ -52,8 +52,8 @@ def quantise_checkpoint(
     """Writes the target `source` in a format to the new directory `destination`.
 
     `exclude` are globs of modules to leave in bf16 beside those that the format leaves anyway. The arithmetic runs on
-    `device`. `advance` hears of every weight that is done. Raises UserError for a source that is quantised already, a destination that exists, or
-    a full disk.
+    `device`. `advance` hears of every weight that is done. Raises UserError for a source that is quantised already, a
+    destination that exists, or a full disk.
     """
     check_format_name(format_name)
     if format_name == "bf16":
