@@ -84,7 +84,7 @@ def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
     bundled = Path(str(resources.files("draft_model"))) / "bundled" / f"{target.name}-eagle3"
     if bundled.is_dir():
         return bundled, f"draft eagle3: the one bundled for {target.name}"
-    trained = [run for run in list_runs(runs) if run.target in (target.name, str(target.path))]
+    trained = [run for run in list_runs(runs) if run.target in (target.name, str(target.path.resolve()))]
     if trained:
         best = trained[0]
         measured = "not yet judged" if best.best_al is None else f"AL {best.best_al:.2f}"
