@@ -42,6 +42,9 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     try:
         yield work
         os.chmod(work, 0o755)
+        for file in work.rglob("*"):
+            # Some writers create their files for the owner alone.
+            file.chmod(0o755 if file.is_dir() else 0o644)
         if path.exists():
             # A directory cannot be replaced by rename while it has entries: the old one steps aside first.
             aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
