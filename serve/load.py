@@ -14,7 +14,7 @@ from serve.tree import TreeConfig
 from target_model.checkpoint import load_target
 from target_model.dummy import DummyWeights, dummy_target
 from target_model.errors import UserError
-from target_model.images import PixelRules, VisionProcessor
+from target_model.images import IMAGE_TOKEN, PixelRules, VisionProcessor
 from target_model.model import TargetModel
 from target_model.resolve import BUNDLED, ResolvedTarget, resolve_target, target_config
 from target_model.tokenizer import Tokenizer, load_tokenizer
@@ -70,9 +70,7 @@ def load_engine(
     tokenizer = load_tokenizer(resolved.path)
     chosen = resolve_draft(draft, resolved) if draft is not None else None
     model = _load(resolved, target, dummy, dtype=dtype, device=device, language_only=language_only)
-    processor = None
-    if model.vision is not None:
-        processor = VisionProcessor(model.vision.config, PixelRules.read(resolved.path, model.vision.config))
+    processor = _pictures(model, tokenizer, resolved.path)
     draft_model = load_draft(chosen.path, dtype, device, chosen.default_taps) if chosen is not None else None
     if draft_model is not None:
         _check_pair(model, draft_model, chosen.path)
@@ -122,6 +120,18 @@ def _load(
     if dummy is None:
         return load_target(target, dtype=dtype, device=device, language_only=language_only)
     return dummy_target(resolved.name, resolved.config, dummy.format_name, dtype=dtype, device=device)
+
+
+def _pictures(target: TargetModel, tokenizer: Tokenizer, path: Path) -> VisionProcessor | None:
+    if target.vision is None:
+        return None
+    token = target.config.image_token_id
+    if token is None or tokenizer.special.get(IMAGE_TOKEN) != token:
+        raise UserError(
+            f"{path}: the placeholder {IMAGE_TOKEN} is {tokenizer.special.get(IMAGE_TOKEN)} in tokenizer.json and "
+            f"{token} in config.json: load the language model only, or mend them"
+        )
+    return VisionProcessor(target.vision.config, PixelRules.read(path, target.vision.config))
 
 
 def _check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:

@@ -1,6 +1,8 @@
 """Images in the engine: their rows reach the target whatever the chunks, and their content is part of a prefix."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from target_model.batch import Batch
 from target_model.errors import UserError
 from target_model.images import VisionInput, VisionProcessor
 from target_model.model import TargetModel
+from target_model.resolve import BUNDLED
 from tests.serve.drafts import scripted_engine
 from tests.serve.pictures import IMAGE, VIDEO, picture, seeing
 
@@ -166,3 +169,15 @@ def test_requests_whose_images_have_no_place(target: TargetModel, processor: Vis
     assert description.pictures is None
     with pytest.raises(UserError, match="without its vision tower"):
         blind.add(Request("a", ids, greedy(1), images=(span,)))
+
+
+def test_a_tokenizer_without_the_placeholder(tmp_path: Path):
+    """Then no prompt could show a picture: said at the start. The language model alone serves."""
+    for file in (BUNDLED / "m3-tiny").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "image_token_index": 7}))
+    with pytest.raises(UserError, match="is 4 in tokenizer.json and 7 in config.json"):
+        load_engine(str(tmp_path), None, device="cpu", pages=64, language_only=False)
+    assert load_engine(str(tmp_path), None, device="cpu", pages=64)[2].pictures is None

@@ -74,7 +74,7 @@ REFUSED = [
     (
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]),
         400,
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
     ),
     (
         chat(
