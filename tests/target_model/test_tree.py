@@ -85,6 +85,11 @@ def decode_path(model: TargetModel, prefix: list[int], tokens: list[int]) -> tup
     return output.final_state[0], output.aux[0], recorder
 
 
+def assert_close(mine: Tensor, expected: Tensor) -> None:
+    """Relative to the largest value: some logits reach 40, where one rounding in fp32 is 4e-6."""
+    assert (mine - expected).abs().max() < TOLERANCE * max(1.0, expected.abs().max().item())
+
+
 def assert_nodes_equal_paths(model, cache, prefixes, trees) -> int:
     """Returns how many rows a block was left out for."""
     _, final, aux, recorder = run_trees(model, cache, prefixes, trees)
@@ -93,12 +98,12 @@ def assert_nodes_equal_paths(model, cache, prefixes, trees) -> int:
         for node in range(len(tree.parents)):
             path = [tree.tokens[step] for step in tree.path(node)]
             expected_final, expected_aux, expected = decode_path(model, prefix, path)
-            assert (aux[row] - expected_aux).abs().max() < TOLERANCE
+            assert_close(aux[row], expected_aux)
             for mine, other in zip(recorder.hidden_states, expected.hidden_states, strict=True):
-                assert (mine[row] - other[0]).abs().max() < TOLERANCE
+                assert_close(mine[row], other[0])
             for layer, chosen in expected.blocks.items():
                 assert torch.equal(recorder.blocks[layer][row], chosen[0])
-            assert (model.logits(final[row]) - model.logits(expected_final)).abs().max() < TOLERANCE
+            assert_close(model.logits(final[row]), model.logits(expected_final))
             last = len(prefix) + len(path) - 1
             sparse_rows += last // model.config.block_size + 1 > model.config.top_k_blocks
             row += 1
