@@ -6,6 +6,7 @@ Shards keep their names and their tensors; a quantised weight takes its place to
 import fnmatch
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,8 @@ def quantise_checkpoint(
     destination that exists, or a full disk.
     """
     check_format_name(format_name)
-    if format_name == "bf16":
-        raise UserError("format bf16 is what the source is in: choose mxfp8, mxfp4 or nvfp4")
+    if format_name not in _FORMATS:
+        raise UserError(f"format {format_name} is what the source is in: choose {', '.join(_FORMATS)}")
     resolved = resolve_target(source)
     if resolved.config.quantisation is not None:
         raise UserError(f"{source} is quantised already ({resolved.config.quantisation.method})")
@@ -68,7 +69,6 @@ def quantise_checkpoint(
     weights = check_tensors(resolved.config, stored, resolved.path)
     formats = {weight.spec.name: _chosen_format(weight, format_name, exclude) for weight in weights}
     largest = _largest(stored, weights, formats) if format_name == "nvfp4" else {}
-    counts: dict[str, int] = {}
     with atomic_directory(destination) as work:
         weight_map: dict[str, str] = {}
         size = done = 0
@@ -83,14 +83,13 @@ def quantise_checkpoint(
                     tensors = _convert(weight, form, shard.get_tensor(weight.values), largest, device)
                     for name, tensor in tensors.items():
                         writer.write(name, tensor)
-                    counts[form.name if form else "plain"] = counts.get(form.name if form else "plain", 0) + 1
                     done += 1
                     advance(done, len(weights))
             weight_map |= dict.fromkeys(entries, file.name)
         _copy_other_files(resolved.path, work, {file.name for file in by_file(stored, weights)})
         _write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         _write_config(resolved.path, work, format_name, formats)
-    return Written(size, counts)
+    return Written(size, dict(Counter(form.name if form else "plain" for form in formats.values())))
 
 
 def _chosen_format(weight: StoredWeight, format_name: str, exclude: tuple[str, ...]) -> Format | None:

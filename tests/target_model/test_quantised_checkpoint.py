@@ -225,7 +225,7 @@ def test_refusals_of_quantising(plain: Path, quantised: dict[str, Path], tmp_pat
         (quantised["mxfp4"], tmp_path / "a", "mxfp8", "is quantised already"),
         (plain, plain, "mxfp8", "exists already"),
         (plain, tmp_path / "a", "int4", "unknown format 'int4'"),
-        (plain, tmp_path / "a", "bf16", "choose mxfp8, mxfp4 or nvfp4"),
+        (plain, tmp_path / "a", "bf16", "choose mxfp8, mxfp4, nvfp4"),
     ):
         with pytest.raises(UserError, match=message):
             quantise_checkpoint(str(source), destination, name)

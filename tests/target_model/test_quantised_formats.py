@@ -72,6 +72,17 @@ def test_bytes_by_hand():
         assert dequantise(form, values[:, :8], scale, torch.tensor(4.0))[0, 0] == expected
 
 
+def test_reciprocal_scales_divide():
+    """To the last bit in fp32: multiplying by the reciprocal would differ."""
+    scale = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    ones = torch.full((126, 8), 0x22, dtype=torch.uint8)
+    for divisor in (torch.tensor(3.0), torch.tensor(0.7), torch.tensor(49.0)):
+        assert torch.equal(dequantise(NVFP4_PACKED, ones, scale, divisor)[:, :1], scale.float() / divisor)
+        assert torch.equal(dequantise(NVFP4, ones, scale, divisor)[:, :1], scale.float() * divisor)
+    rows = torch.linspace(0.3, 5, 126)
+    assert torch.equal(dequantise(NVFP4, ones, scale, rows)[:, :1], scale.float() * rows[:, None])
+
+
 def test_ties_go_to_the_even_code():
     ties = torch.tensor([(low + high) / 2 for low, high in zip(E2M1, E2M1[1:], strict=False)])
     assert round_e2m1(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
