@@ -146,8 +146,12 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
-        preempted = CounterMetricFamily(
-            "spec_num_preemptions", "Requests that gave up their pages and start again.", labels=["model_name"]
-        )
-        preempted.add_metric([self._model], stats["preemptions"])
-        yield preempted
+        cached = stats["cached_prompt_tokens"]
+        for name, text, value in (
+            ("spec_num_preemptions", "Requests that gave up their pages and start again.", stats["preemptions"]),
+            ("spec_prefix_cache_queries", "Prompt tokens looked for in the cache.", cached + stats["prefill_tokens"]),
+            ("spec_prefix_cache_hits", "Prompt tokens found in the cache.", cached),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter

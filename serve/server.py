@@ -90,6 +90,8 @@ def run(options: ServeOptions) -> None:
             create_app(service),
             log_config=None,
             access_log=False,
+            # Longer than clients keep a connection, so that the server does not close one in which a request is coming.
+            timeout_keep_alive=120,
             timeout_graceful_shutdown=int(options.settings.drain_timeout),
         )
         # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.

@@ -81,6 +81,8 @@ class FakeEngine:
             "pages_free": PAGES - running,
             "pages_cached": 0,
             "preemptions": 0,
+            "prefill_tokens": 60,
+            "cached_prompt_tokens": 40,
         }
 
     def _drop(self, request_id: str) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -45,10 +46,15 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 def serving(service: Service) -> Iterator[str]:
     """A real server on a free port; yields its URL."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        create_app(service), log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=5
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:

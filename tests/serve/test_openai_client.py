@@ -45,7 +45,7 @@ def url():
 
 @pytest.fixture(scope="module")
 def sync(url):
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=30)
 
 
 def test_models(sync):
@@ -180,7 +180,7 @@ def test_streamed_tools(sync):
 def test_a_tool_call_cut_short_is_left_open(reason, options, rest):
     """By the length or by a stop string: what is complete of its arguments is delivered, and it is not to be called."""
     with serving(service(FakeEngine(answers, runs=(4,)))) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
         choice = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, **options).choices[0]
     assert choice.finish_reason == reason
     first, second = [call.function.arguments for call in choice.message.tool_calls]
@@ -204,7 +204,7 @@ def test_errors_are_the_clients_own(sync):
 
 def test_an_engine_that_dies_raises_in_the_stream():
     with serving(service(saying([50], end=False, fail_after=5))) as url:
-        broken = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        broken = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
         stream = broken.chat.completions.create(model="fake", messages=USER, stream=True)
         with pytest.raises(openai.APIError, match="crashed"):
             list(stream)
@@ -214,7 +214,7 @@ def test_an_engine_that_dies_raises_in_the_stream():
 
 def test_many_at_once_with_the_async_client(url):
     async def run():
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client:
 
             async def one(stream):
                 answer = await client.chat.completions.create(model="fake", messages=USER, stream=stream)

@@ -181,6 +181,8 @@ def test_stats_and_metrics_tell_the_same():
     assert samples["spec_time_to_first_token_seconds_count", None] == 6
     assert samples["spec_inter_token_latency_seconds_count", None] == stats["completion_tokens"] - 6
     assert samples["spec_e2e_request_latency_seconds_count", None] == 6
+    assert samples["spec_prefix_cache_hits_total", None] == 40
+    assert samples["spec_prefix_cache_queries_total", None] == 100
     assert samples["spec_num_requests_running", None] == 0
     assert samples["spec_kv_cache_usage_perc", None] == 0
 
