@@ -22,10 +22,9 @@ def requirements(name: str, config: M3Config) -> str:
     """How much disk and GPU memory a target takes and how many GPUs hold it, as half a sentence."""
     disk, loaded = count_parameters(config).weight_bytes, weight_bytes(config, 2)
     cache = cache_bytes_per_token(config) / 1024
-    fits = ", ".join(f"{gpus_needed(loaded, size)} x {size / 10**9:.0f} GB" for size in GPU_SIZES)
     return (
         f"{name} needs {disk / 10**9:.1f} GB on disk and, in bf16, {loaded / 10**9:.1f} GB of GPU memory plus "
-        f"{cache:.2f} KiB per token of context (GPUs: {fits})"
+        f"{cache:.2f} KiB per token of context (GPUs: {_fits(loaded)})"
     )
 
 
@@ -53,10 +52,14 @@ def check_memory(
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
     if needed > free:
-        raise UserError(
-            f"not enough memory on {device}: {free / 10**9:.1f} GB are free, {needed / 10**9:.1f} GB are needed in "
-            f"{'this format' if formats else str(dtype).removeprefix('torch.')}; {requirements(name, config)}"
-        )
+        shortage = f"not enough memory on {device}: {free / 10**9:.1f} GB are free, {needed / 10**9:.1f} GB are needed"
+        if formats:
+            raise UserError(f"{shortage} for {name} in its format (GPUs: {_fits(needed)})")
+        raise UserError(f"{shortage} in {str(dtype).removeprefix('torch.')}; {requirements(name, config)}")
+
+
+def _fits(needed: int) -> str:
+    return ", ".join(f"{gpus_needed(needed, size)} x {size / 10**9:.0f} GB" for size in GPU_SIZES)
 
 
 def largest_memory() -> int:

@@ -36,7 +36,7 @@ class QuantisedWeight(nn.Module):
         self.values[index].copy_(packed.values)
         self.scale[index].copy_(packed.scale.view(self.scale.dtype))
         if self.tensor_scale is not None:
-            self.tensor_scale[index].fill_(packed.tensor_scale.item())
+            self.tensor_scale[index].copy_(packed.tensor_scale)
 
     def dequantised(self, index: int | slice, dtype: torch.dtype) -> Tensor:
         """Some of the first dimension, as plain numbers."""

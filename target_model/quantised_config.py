@@ -19,6 +19,7 @@ _MIXED = "MIXED_PRECISION"
 # What each method can have written. compressed-tensors writes all of them.
 _METHODS = {
     "mxfp8": (MXFP8,),
+    "fp8": (MXFP8,),
     "mxfp4": (MXFP4,),
     "quark": (MXFP4, MXFP8, NVFP4),
     "modelopt": (MXFP8, MXFP4, NVFP4, NVFP4_PACKED),
@@ -109,7 +110,7 @@ def _algorithm(name: Any, where: str) -> tuple[Format, ...]:
 def _check_group(section: dict[str, Any], method: str, where: str) -> None:
     """The settings of a method that change what the bytes mean."""
     block = section.get("weight_block_size")
-    if block is not None and list(block) != [1, MXFP8.group]:
+    if (block is not None or method == "fp8") and block != [1, MXFP8.group]:
         raise UserError(f"{where}: quantization_config.weight_block_size {block} is not supported: only [1, 32]")
     weight = (section.get("global_quant_config") or {}).get("weight")
     if method == "quark" and isinstance(weight, dict):

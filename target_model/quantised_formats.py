@@ -5,6 +5,7 @@ Microscaling specification 1.0 (MXFP8, MXFP4) and NVIDIA's description of NVFP4.
 (inputs); any number of dimensions may stand before them.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -93,10 +94,15 @@ def dequantise(
 
 def unpack(values: Tensor) -> Tensor:
     """The e2m1 numbers of bytes [.., K / 2], in fp32: [.., K]."""
+    return _pairs(values.device).index_select(0, values.flatten().int()).view(*values.shape[:-1], -1)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """fp32 [256, 2]: both numbers of every byte."""
     signed = torch.tensor([*E2M1, *(-number for number in E2M1)])
     byte = torch.arange(256)
-    pairs = torch.stack((signed[byte & 15], signed[byte >> 4]), dim=-1).to(values.device)
-    return pairs.index_select(0, values.flatten().int()).view(*values.shape[:-1], -1)
+    return torch.stack((signed[byte & 15], signed[byte >> 4]), dim=-1).to(device)
 
 
 def quantise(form: Format, weight: Tensor, tensor_scale: Tensor | None = None) -> Packed:

@@ -200,6 +200,7 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         ("nvfp4", lambda t: None, {"quantized_layers": {EXPERT: {"quant_algo": "W4A8"}}}, "'W4A8': only"),
         ("mxfp8", lambda t: None, {"quant_method": "gptq"}, "quant_method 'gptq' is not supported"),
         ("mxfp8", lambda t: None, {"weight_block_size": [128, 128]}, "weight_block_size [128, 128]"),
+        ("mxfp8", lambda t: None, {"quant_method": "fp8", "weight_block_size": None}, "weight_block_size None"),
     ],
 )  # fmt: skip
 def test_contradictions(
