@@ -81,7 +81,7 @@ class AsyncEngine:
         self._draining = False
         self._commands: queue.SimpleQueue[Stream | str | None] = queue.SimpleQueue()  # add, abort by id, stop
         self._streams: dict[str, Stream] = {}
-        # Of `failure` and `_streams`. Reentrant: the garbage collector may drop a request, which aborts it, at any moment.
+        # Of `failure` and `_streams`. Reentrant: the garbage collector may drop a request, and so abort it, anywhere.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
