@@ -81,10 +81,13 @@ def resolve_draft(name: str, target: ResolvedTarget, runs: str | Path = "runs") 
 
 
 def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
-    bundled = Path(str(resources.files("draft_model"))) / "bundled" / f"{target.name}-eagle3"
-    if bundled.is_dir():
-        return bundled, f"draft eagle3: the one bundled for {target.name}"
-    trained = [run for run in list_runs(runs) if run.target in (target.name, str(target.path.resolve()))]
+    # A quantised copy takes the draft of the target that it was made from.
+    names = [target.name] if target.origin is None else [target.name, target.origin]
+    for name in names:
+        bundled = Path(str(resources.files("draft_model"))) / "bundled" / f"{name}-eagle3"
+        if bundled.is_dir():
+            return bundled, f"draft eagle3: the one bundled for {name}"
+    trained = [run for run in list_runs(runs) if run.target in (*names, str(target.path.resolve()))]
     if trained:
         best = trained[0]
         measured = "not yet judged" if best.best_al is None else f"AL {best.best_al:.2f}"
@@ -92,8 +95,9 @@ def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
             best.path / "draft",
             f"draft eagle3: run {best.name} ({measured}), the best of {len(trained)} for {target.name}",
         )
-    if target.name in PUBLISHED:
-        hub = PUBLISHED[target.name]
+    published = next((name for name in names if name in PUBLISHED), None)
+    if published is not None:
+        hub = PUBLISHED[published]
         return _from_hub(hub), f"draft eagle3: {hub}, the published one, as no run was trained for {target.name}"
     raise UserError(
         f"no draft eagle3 for {target.name}: none is bundled or published, and {runs} holds no run trained for it "

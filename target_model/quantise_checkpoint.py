@@ -20,7 +20,7 @@ from target_model.errors import UserError, atomic_directory
 from target_model.format_coverage import check_format_name, checkpoint_bytes, covered_format
 from target_model.quantised_config import quantisation_json
 from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, Format, Packed, quantise, tensor_scale_of
-from target_model.resolve import resolve_target
+from target_model.resolve import ResolvedTarget, resolve_target
 from target_model.shard_writer import TYPE_NAMES, ShardWriter
 from target_model.shards import INDEX, StoredTensor, open_shard, read_headers
 from target_model.stored_weights import StoredWeight, module_of
@@ -88,7 +88,7 @@ def quantise_checkpoint(
             weight_map |= dict.fromkeys(entries, file.name)
         _copy_other_files(resolved.path, work, {file.name for file in by_file(stored, weights)})
         _write_json(work / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-        _write_config(resolved.path, work, format_name, formats)
+        _write_config(resolved, work, format_name, formats)
     return Written(size, dict(Counter(form.name if form else "plain" for form in formats.values())))
 
 
@@ -151,8 +151,11 @@ def _shared(weight: StoredWeight) -> str:
     return module.removesuffix(".w3") + ".w1" if module.endswith(".w3") else module
 
 
-def _write_config(source: Path, work: Path, format_name: str, formats: Mapping[str, Format | None]) -> None:
-    document = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def _write_config(
+    source: ResolvedTarget, work: Path, format_name: str, formats: Mapping[str, Format | None]
+) -> None:
+    document = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    document["_name_or_path"] = source.name  # whose drafts fit
     modules = {name.removesuffix(".weight"): form for name, form in formats.items()}
     quantised = {module: form for module, form in modules.items() if form is not None}
     plain = [name for name, form in formats.items() if form is None and name.endswith(".weight") and "norm" not in name]

@@ -5,6 +5,7 @@ hub cache or downloaded. Only weights, configuration and tokenizer files are eve
 code is not executed.
 """
 
+import json
 import shutil
 import socket
 import threading
@@ -30,11 +31,12 @@ _NETWORK_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class ResolvedTarget:
-    """A target whose files are at hand."""
+    """A target whose files are at hand. `origin` names the target that a quantised checkpoint was made from."""
 
     name: str
     path: Path
     config: M3Config
+    origin: str | None = None
 
 
 def resolve_target(name: str) -> ResolvedTarget:
@@ -68,7 +70,11 @@ def _bundled_names() -> list[str]:
 
 
 def _resolved(name: str, path: Path) -> ResolvedTarget:
-    return ResolvedTarget(name, path, M3Config.from_json(path))
+    config = M3Config.from_json(path)
+    origin = None
+    if config.quantisation is not None:
+        origin = json.loads((path / "config.json").read_text(encoding="utf-8")).get("_name_or_path")
+    return ResolvedTarget(name, path, config, Path(origin).name if isinstance(origin, str) else None)
 
 
 def _from_hub(name: str) -> Path:

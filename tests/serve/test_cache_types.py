@@ -2,15 +2,21 @@
 everybody reads.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from draft_model.resolve import resolve_draft
 from serve.engine import Engine
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
 from target_model.batch import Batch
 from target_model.cache import DraftKVShape, PagedCache
-from tests.fixtures import random_target, tiny_config
+from target_model.checkpoint import load_target
+from target_model.quantise_checkpoint import quantise_checkpoint
+from target_model.resolve import resolve_target
+from tests.fixtures import random_target, tiny_config, write_checkpoint
 from tests.serve.drafts import mean_length, prompts, scripted_engine
 
 FP8 = torch.float8_e4m3fn
@@ -34,6 +40,25 @@ def test_speculation_on_equals_off(target, types, params):
     completions = engine.generate(prompts(LENGTHS), params)
     assert [c.token_ids for c in completions] == [plain[tuple(p)] for p in prompts(LENGTHS)]
     assert mean_length(completions) > 1.4
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_quantised_weights_and_both_caches(tmp_path: Path, name):
+    """The same promise for a quantised target."""
+    write_checkpoint(tiny_config(), tmp_path / "plain")
+    quantise_checkpoint(str(tmp_path / "plain"), tmp_path / name, name)
+    target = load_target(tmp_path / name)
+    plain = {tuple(p): Engine(target, **KINDS[2]).generate([p], SAMPLED)[0].token_ids for p in prompts([7, 9])}
+    engine = scripted_engine(target, plain, TreeConfig(4, 4, 16), agreement=0.7, **KINDS[2])
+    completions = engine.generate(prompts([7, 9]), SAMPLED)
+    assert [c.token_ids for c in completions] == [plain[tuple(p)] for p in prompts([7, 9])]
+
+
+def test_a_quantised_copy_finds_the_draft_of_its_origin(tmp_path: Path):
+    quantise_checkpoint("m3-tiny", tmp_path / "copy", "mxfp8")
+    resolved = resolve_target(str(tmp_path / "copy"))
+    assert (resolved.name, resolved.origin) == ("copy", "m3-tiny")
+    assert resolve_draft("eagle3", resolved).path == resolve_draft("eagle3", resolve_target("m3-tiny")).path
 
 
 def test_the_type_matters(target):
