@@ -151,9 +151,7 @@ def _shared(weight: StoredWeight) -> str:
     return module.removesuffix(".w3") + ".w1" if module.endswith(".w3") else module
 
 
-def _write_config(
-    source: ResolvedTarget, work: Path, format_name: str, formats: Mapping[str, Format | None]
-) -> None:
+def _write_config(source: ResolvedTarget, work: Path, format_name: str, formats: Mapping[str, Format | None]) -> None:
     document = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     document["_name_or_path"] = source.name  # whose drafts fit
     modules = {name.removesuffix(".weight"): form for name, form in formats.items()}
