@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from serve.load import load_engine
-from serve.request import SamplingParams
 from target_model import dummy
 from target_model.dummy import DummyWeights, check_without_storage, dummy_target
 from target_model.errors import UserError
-from target_model.format_coverage import FORMAT_NAMES
+from target_model.format_coverage import FORMAT_NAMES, parameter_formats
 from target_model.quantised import QuantisedWeight
 from target_model.resolve import target_config
+from target_model.sizes import weight_bytes
 from tests.fixtures import tiny_config
 
 
@@ -39,6 +38,13 @@ def test_the_whole_model_without_storage():
     assert 240e9 < size < 242e9
 
 
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_sizes_from_the_table_are_those_of_the_model(name: str):
+    config = target_config("MiniMax-M3")
+    counted = weight_bytes(config, 2, formats=parameter_formats(config, name))
+    assert check_without_storage(config, name) == counted
+
+
 def test_a_parameter_that_no_tensor_fills(monkeypatch: pytest.MonkeyPatch):
     specs = list(dummy.text_specs(tiny_config()))
     monkeypatch.setattr(dummy, "text_specs", lambda config: specs[:-1])
@@ -60,11 +66,3 @@ def test_fewer_layers():
     assert str(DummyWeights("mxfp8", 5)) == "random weights as mxfp8, the first 5 layers"
     with pytest.raises(UserError, match="--layers 61: the target has 60"):
         DummyWeights("bf16", 61).config(full)
-
-
-def test_serving_it():
-    engine, tokenizer, about = load_engine("m3-tiny", None, dummy=DummyWeights("mxfp4", 4), device="cpu", pages=32)
-    assert "target m3-tiny: random weights as mxfp4, the first 4 layers" in about.lines
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-    (completion,) = engine.generate([tokenizer.encode("hello")], params)
-    assert len(completion.token_ids) == 5
