@@ -85,25 +85,26 @@ def dequantise(
     if form.scale_dtype == torch.uint8:
         factors = scale.view(torch.float8_e8m0fnu).float()
     else:
-        factors = scale.float()
+        factors = unpack(scale)
         rows = tensor_scale[..., None, None] if tensor_scale.dim() == 0 else tensor_scale[..., None]
         factors = factors * rows if form.tensor_scale == "multiply" else factors / rows
-    # The CPU converts e4m3 several times slower than it looks it up.
-    numbers = values.float() if form.per_byte == 1 and values.is_cuda else unpack(form, values)
+    numbers = unpack(values)
     return (numbers.unflatten(-1, (-1, form.group)) * factors[..., None]).flatten(-2).to(dtype)
 
 
-def unpack(form: Format, values: Tensor) -> Tensor:
-    """The stored numbers before scaling, in fp32: [.., K]."""
-    codes = values.view(torch.uint8).flatten().int()
-    return _numbers_of_bytes(form.per_byte, values.device).index_select(0, codes).view(*values.shape[:-1], -1)
+def unpack(stored: Tensor) -> Tensor:
+    """What e4m3 numbers, or bytes of two e2m1 numbers, mean before scaling: fp32 [.., K]."""
+    if stored.dtype == torch.float8_e4m3fn and stored.is_cuda:
+        return stored.float()  # the CPU converts several times slower than it looks up
+    codes = stored.view(torch.uint8).flatten().int()
+    return _numbers_of_bytes(stored.dtype, stored.device).index_select(0, codes).view(*stored.shape[:-1], -1)
 
 
 @functools.cache
-def _numbers_of_bytes(per_byte: int, device: torch.device) -> Tensor:
-    """fp32 [256, per_byte]: the numbers that every byte holds."""
+def _numbers_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """fp32 [256, numbers in a byte]."""
     byte = torch.arange(256)
-    if per_byte == 1:
+    if dtype == torch.float8_e4m3fn:
         return byte.to(torch.uint8).view(torch.float8_e4m3fn).float()[:, None].to(device)
     signed = torch.tensor([*E2M1, *(-number for number in E2M1)])
     return torch.stack((signed[byte & 15], signed[byte >> 4]), dim=-1).to(device)
