@@ -66,7 +66,8 @@ def replay(
 ) -> ReplayResult:
     """Replays (prompt ids, answer ids) pairs with chains of `length` tokens; the answers are the target's greedy ones.
 
-    The first answer token comes from the prompt's own pass and belongs to no step.
+    The first answer token comes from the prompt's own pass and belongs to no step. An answer that ended by itself has
+    its end-of-text token, which may be a drafted one; one cut by a limit ends with a token of the target's own.
     """
     steps = emitted = accepted = 0
     accepted_at = [0] * length
@@ -75,11 +76,11 @@ def replay(
         proposals = chain_predictions(draft, target, text, length).tolist()
         last = len(text) - 1
         root = len(prompt)
+        own_end = text[-1] not in target.config.eos_token_ids
         while root < last:
             row = proposals[root - 1]
-            # What lies behind the end of the text was never emitted, so a hit there does not count.
             hits = 0
-            while hits < min(length, last - root) and row[hits] == text[root + 1 + hits]:
+            while hits < min(length, last - root - own_end) and row[hits] == text[root + 1 + hits]:
                 hits += 1
             for i in range(hits):
                 accepted_at[i] += 1

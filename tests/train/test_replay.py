@@ -1,0 +1,58 @@
+"""al_replay equals the served acceptance of a greedy chain, step by step, in fp32."""
+
+import pytest
+import torch
+
+from draft_model.checkpoint import load_draft
+from draft_model.resolve import resolve_draft
+from serve.engine import Engine
+from serve.request import SamplingParams
+from serve.tree import TreeConfig
+from spec.bench.statistics import measure
+from target_model.checkpoint import load_target
+from target_model.resolve import resolve_target
+from target_model.tokenizer import load_tokenizer
+from tests.draft_model.drafts import random_draft
+from tests.fixtures import random_target
+from train.replay import replay
+
+
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in (1, 7, 23)]
+
+
+def check(target, draft, prompts, tokens: int, length: int, ignore_eos: bool) -> float:
+    engine = Engine(target, draft, TreeConfig.chain(length), pages=256, context=256, max_running=len(prompts))
+    completions = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=ignore_eos))
+    served = measure([step for completion in completions for step in completion.steps], length)
+    ends = [[] if completion.stop_token is None else [completion.stop_token] for completion in completions]
+    answers = [completion.token_ids + end for completion, end in zip(completions, ends, strict=True)]
+    texts = list(zip(prompts, answers, strict=True))
+    replayed = replay(draft, target, texts, length)
+    assert replayed.steps == sum(len(completion.steps) for completion in completions)
+    assert replayed.al == pytest.approx(served.length, abs=1e-12)
+    assert [count / replayed.steps for count in replayed.accepted_at] == pytest.approx(list(served.per_position))
+    return replayed.al
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+@torch.no_grad()
+def test_replay_equals_serving(length):
+    """A draft whose head and norm are the target's accepts now and then, mostly by looping text."""
+    target = random_target()
+    draft = random_draft()
+    draft.lm_head.weight.copy_(target.lm_head.weight)
+    check(target, draft, prompts_of(300), 60, length, True)
+
+
+@pytest.mark.parametrize("tokens", [10, 11, 12, 13, 96])
+@torch.no_grad()
+def test_replay_equals_serving_with_a_trained_draft(tokens):
+    """Cut by the limit at different places of an accepted run, and ended by the target itself."""
+    resolved = resolve_target("m3-tiny")
+    tokenizer = load_tokenizer(resolved.path)
+    texts = ("Write a Python function `add(a, b)`.", "Hello, how are you?")
+    prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in texts]
+    draft = load_draft(resolve_draft("eagle3", resolved).path)
+    assert check(load_target("m3-tiny"), draft, prompts, tokens, 3, ignore_eos=False) > 1.2
