@@ -24,7 +24,7 @@ def requirements(name: str, config: M3Config) -> str:
     cache = cache_bytes_per_token(config) / 1024
     return (
         f"{name} needs {disk / 10**9:.1f} GB on disk and, in bf16, {loaded / 10**9:.1f} GB of GPU memory plus "
-        f"{cache:.2f} KiB per token of context (GPUs: {_fits(loaded)})"
+        f"{cache:.2f} KiB per token of context (recipe {name.lower()}; GPUs: {_fits(loaded)})"
     )
 
 

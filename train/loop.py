@@ -56,9 +56,10 @@ def train(
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
+    # The target first: without it nothing else matters, and its message says what it would take.
+    resolved = resolve_target(config.target)
     device, dtype = resolve_device(config)
     rank, world = start_processes(device)
-    resolved = resolve_target(config.target)
     tokenizer = load_tokenizer(resolved.path)
     with ProgressDisplay(config, enabled=progress and rank == 0) as display:
         display.stage("reading data")

@@ -54,7 +54,7 @@ def test_no_network(empty_hub: Path, name: str):
     assert message == (
         f"the weights of MiniMax-M3 are not in the hub cache {empty_hub} and https://huggingface.co cannot be reached; "
         "MiniMax-M3 needs 854.2 GB on disk and, in bf16, 852.4 GB of GPU memory plus 134.25 KiB per token of context "
-        "(GPUs: 16 x 80 GB, 8 x 141 GB, 8 x 192 GB)"
+        "(recipe minimax-m3; GPUs: 16 x 80 GB, 8 x 141 GB, 8 x 192 GB)"
     )
 
 
