@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from draft_model.checkpoint import load_draft
+from draft_model.dummy import dummy_draft
 from draft_model.model import Eagle3Draft
-from draft_model.resolve import resolve_draft
+from draft_model.resolve import ResolvedDraft, resolve_draft
 from serve.engine import Engine
 from serve.tree import TreeConfig
 from target_model.checkpoint import load_target
@@ -60,7 +61,7 @@ def load_engine(
 
     Without `language_only` the vision tower comes along, where the checkpoint has one.
 
-    With `dummy` nothing is loaded but a config: random weights, and the bundled tokenizer.
+    With `dummy` nothing is loaded but a config: random weights, also of the draft `eagle3`, and the bundled tokenizer.
 
     Raises UserError for anything missing, damaged or not fitting together.
     """
@@ -68,12 +69,10 @@ def load_engine(
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
-    chosen = resolve_draft(draft, resolved) if draft is not None else None
+    chosen = _choose_draft(draft, resolved, dummy)
     model = _load(resolved, target, dummy, dtype=dtype, device=device, language_only=language_only)
     processor = _pictures(model, tokenizer, resolved.path)
-    draft_model = load_draft(chosen.path, dtype, device, chosen.default_taps) if chosen is not None else None
-    if draft_model is not None:
-        _check_pair(model, draft_model, chosen.path)
+    draft_model = _load_draft(draft, chosen, model, dtype, device)
     engine = Engine(
         model,
         draft_model,
@@ -87,8 +86,8 @@ def load_engine(
     )
     lines = (
         f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
-        chosen.why if chosen is not None else "no draft: plain decoding",
-        *([f"speculation: {engine.tree}"] if chosen is not None else []),
+        _why(draft, chosen),
+        *([f"speculation: {engine.tree}"] if draft_model is not None else []),
         "pictures: yes" if processor is not None else "pictures: no, the vision tower is not loaded",
         *_memory_plan(engine, model, draft_model, device, dtype),
     )
@@ -132,6 +131,31 @@ def _pictures(target: TargetModel, tokenizer: Tokenizer, path: Path) -> VisionPr
             f"{token} in config.json: load the language model only, or mend them"
         )
     return VisionProcessor(target.vision.config, PixelRules.read(path, target.vision.config))
+
+
+def _choose_draft(draft: str | None, target: ResolvedTarget, dummy: DummyWeights | None) -> ResolvedDraft | None:
+    """The draft to load; None for plain decoding, and where it is to be random as the target is."""
+    if draft is None or (dummy is not None and draft == "eagle3"):
+        return None
+    return resolve_draft(draft, target)
+
+
+def _load_draft(
+    draft: str | None, chosen: ResolvedDraft | None, target: TargetModel, dtype: torch.dtype, device: str
+) -> Eagle3Draft | None:
+    if draft is None:
+        return None
+    if chosen is None:
+        return dummy_draft(target.config, dtype=dtype, device=device)
+    model = load_draft(chosen.path, dtype, device, chosen.default_taps)
+    _check_pair(target, model, chosen.path)
+    return model
+
+
+def _why(draft: str | None, chosen: ResolvedDraft | None) -> str:
+    if draft is None:
+        return "no draft: plain decoding"
+    return "draft eagle3: random weights" if chosen is None else chosen.why
 
 
 def _check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
