@@ -21,9 +21,7 @@ def test_with_a_random_draft():
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     answers = []
     for draft in ("eagle3", None):
-        engine, tokenizer, about = load_engine(
-            "m3-tiny", draft, dummy=DummyWeights("mxfp4", 7), device="cpu", pages=64
-        )
+        engine, tokenizer, about = load_engine("m3-tiny", draft, dummy=DummyWeights("mxfp4", 7), device="cpu", pages=64)
         (completion,) = engine.generate([tokenizer.encode("hello")], params)
         answers.append(completion.token_ids)
         assert ("draft eagle3: random weights" in about.lines) == (draft is not None)
