@@ -1,4 +1,4 @@
-"""Settings of every test: no network, no telemetry, one thread."""
+"""Settings of every test: no network, no telemetry, one thread; without a GPU Triton's kernels are interpreted."""
 
 import os
 
@@ -8,9 +8,14 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
 )
+# Triton reads this when it is first imported, by whichever package comes first.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+
+if torch.cuda.is_available():
+    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ QUESTIONS = [
     "Tom has 3 boxes with 12 apples each and gives away 7 apples. How many apples does he have left?",
     "Write a Python function that returns the n-th Fibonacci number.",
 ]
-TOKENS = 80
+TOKENS = 120
 
 
 @pytest.fixture(scope="module")
