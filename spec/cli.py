@@ -13,6 +13,8 @@ from spec import __version__
 from spec.commands.bench import bench
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
+from spec.commands.export import export
+from spec.commands.import_draft import import_draft
 from spec.commands.inspect import inspect
 from spec.commands.quantize import quantize
 from spec.commands.regenerate import regenerate
@@ -34,6 +36,8 @@ app.command()(demo)
 app.command()(regenerate)
 app.command()(inspect)
 app.command()(quantize)
+app.command()(export)
+app.command(name="import")(import_draft)
 app.command()(doctor)
 app.add_typer(bench, name="bench")
 
