@@ -15,6 +15,7 @@ DEFINITIONS = {
     "per position": "joint acceptance: share of all verify steps that accepted at least that many drafted tokens",
     "histogram": "verify steps by number of accepted tokens, from 0",
     "speed-up": "seconds of plain decoding / seconds of speculative decoding, whole requests, same prompts, same run",
+    "decoding": "the same ratio without the prefill, which speculation cannot speed up",
 }
 
 

@@ -29,10 +29,21 @@ def short_name(shape: TreeConfig) -> str:
 
 
 @dataclass(frozen=True)
+class Time:
+    """Seconds of whole requests, and of what follows the prefill."""
+
+    total: float = 0.0
+    decode: float = 0.0
+
+    def __add__(self, other: "Time") -> "Time":
+        return Time(self.total + other.total, self.decode + other.decode)
+
+
+@dataclass(frozen=True)
 class Row:
     """One suite answered by one engine at one temperature.
 
-    Seconds and tokens are sums over the prompts; `identical` counts the answers that equal the plain ones.
+    Tokens and times are sums over the prompts; `identical` counts the answers that equal the plain ones.
     """
 
     suite: str
@@ -43,12 +54,16 @@ class Row:
     prompts: int
     identical: int
     tokens: int
-    seconds: float
-    plain_seconds: float
+    time: Time
+    plain_time: Time
 
     @property
     def speed_up(self) -> float:
-        return self.plain_seconds / self.seconds
+        return self.plain_time.total / self.time.total
+
+    @property
+    def decode_speed_up(self) -> float:
+        return self.plain_time.decode / self.time.decode
 
     def to_json(self) -> dict:
         return {
@@ -60,9 +75,12 @@ class Row:
             "prompts": self.prompts,
             "identical_to_plain": self.identical,
             "tokens": self.tokens,
-            "seconds": self.seconds,
-            "plain_seconds": self.plain_seconds,
+            "seconds": self.time.total,
+            "plain_seconds": self.plain_time.total,
             "speed_up": self.speed_up,
+            "decode_seconds": self.time.decode,
+            "plain_decode_seconds": self.plain_time.decode,
+            "decode_speed_up": self.decode_speed_up,
         }
 
 
@@ -89,10 +107,10 @@ def sweep(
             totals = {label: _Totals() for label in drafted}
             for index, prompt in enumerate(prompts):
                 params = sampling_params(temperature, tokens, seed + index)
-                expected, plain_seconds = _timed(plain, prompt, params)
+                expected, plain_time = _timed(plain, prompt, params)
                 for label, engine in drafted.items():
-                    completion, seconds = _timed(engine, prompt, params)
-                    totals[label].add(completion, seconds, expected, plain_seconds)
+                    completion, spent = _timed(engine, prompt, params)
+                    totals[label].add(completion, spent, expected, plain_time)
                 advance(f"{suite}, T = {temperature:g}")
             for label, total in totals.items():
                 yield total.row(suite, label, temperature, drafted[label].tree)
@@ -104,16 +122,16 @@ class _Totals:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.prompts = self.identical = self.tokens = 0
-        self.seconds = self.plain_seconds = 0.0
+        self.time = self.plain_time = Time()
 
-    def add(self, completion: Completion, seconds: float, expected: Completion, plain_seconds: float) -> None:
+    def add(self, completion: Completion, spent: Time, expected: Completion, plain_time: Time) -> None:
         self.steps += completion.steps
         self.prompts += 1
         same_end = completion.finish_reason == expected.finish_reason
         self.identical += same_end and completion.token_ids == expected.token_ids
         self.tokens += len(completion.token_ids)
-        self.seconds += seconds
-        self.plain_seconds += plain_seconds
+        self.time += spent
+        self.plain_time += plain_time
 
     def row(self, suite: str, label: str, temperature: float, shape: TreeConfig) -> Row:
         return Row(
@@ -125,12 +143,13 @@ class _Totals:
             self.prompts,
             self.identical,
             self.tokens,
-            self.seconds,
-            self.plain_seconds,
+            self.time,
+            self.plain_time,
         )
 
 
-def _timed(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[Completion, float]:
-    start = time.perf_counter()
+def _timed(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[Completion, Time]:
+    prefill, start = engine.stats()["prefill_seconds"], time.perf_counter()
     (completion,) = engine.generate([prompt], params)
-    return completion, time.perf_counter() - start
+    total = time.perf_counter() - start
+    return completion, Time(total, total - (engine.stats()["prefill_seconds"] - prefill))

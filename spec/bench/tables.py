@@ -33,7 +33,7 @@ def print_definitions(console: Console) -> None:
 def _figures(suite: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{suite}, {rows[0].prompts} prompts", title_justify="left", title_style="bold", box=None)
     table.add_column("shape", no_wrap=True)
-    for heading in ("T", "AL", "accepted/\ndrafted", "speed-up", "same as\nplain"):
+    for heading in ("T", "AL", "accepted/\ndrafted", "speed-up", "decoding", "same as\nplain"):
         table.add_column(heading, justify="right")
     table.add_column("acceptance per position (joint)")
     for row in rows:
@@ -44,6 +44,7 @@ def _figures(suite: str, rows: Sequence[Row]) -> Table:
             number(row.acceptance.length),
             number(row.acceptance.rate),
             f"{row.speed_up:.2f}x",
+            f"{row.decode_speed_up:.2f}x",
             f"{row.identical}/{row.prompts}"
             if row.identical == row.prompts
             else f"[red]{row.identical}/{row.prompts}[/]",

@@ -57,6 +57,9 @@ class ScriptedEngine:
     script: dict[int, Completion]
     asked: list[tuple[int, SamplingParams]] = field(default_factory=list)
 
+    def stats(self) -> dict[str, float]:
+        return {"prefill_seconds": -1.0 * len(self.asked)}
+
     def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
         self.asked.append((prompts[0][0], params))
         return [self.script[prompts[0][0]]]
@@ -78,7 +81,9 @@ def test_sweep_adds_up_prompts_and_counts_identical_answers():
     assert (row.prompts, row.identical, row.tokens) == (2, 1, 7)
     assert row.acceptance.length == 5 / 2 and row.acceptance.histogram == (1, 0, 0, 1)
     assert row.acceptance.per_position == (0.5, 0.5, 0.5)
-    assert row.speed_up == row.plain_seconds / row.seconds
+    assert row.speed_up == row.plain_time.total / row.time.total
+    # The script claims a prefill of minus one second for each prompt, which the decode time has to leave out.
+    assert row.time.decode == pytest.approx(row.time.total + 2)
     assert calls == ["s, T = 0", "s, T = 0", "s, T = 1", "s, T = 1"]
     # Both engines are asked the same, sampled prompts with a seed of their own.
     assert plain.asked == drafted.asked
