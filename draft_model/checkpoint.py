@@ -101,6 +101,10 @@ def load_draft(
         raise UserError(f"draft checkpoint {directory} has no {WEIGHTS}")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
+            if (file.metadata() or {}).get("layer_ids") == "output":
+                raise UserError(
+                    f"{path} was written for an engine whose layer ids mean outputs: `spec import` reads it"
+                )
             stored = list(file.keys())
             names = {_normalise(name): name for name in stored}
             if len(names) != len(stored):

@@ -36,7 +36,28 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return loaded, {}
 
 
+def stored_names(directory: Path) -> list[str]:
+    """Names alone; a pickled file has to be read for them."""
+    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
+        return list(read_headers(directory))
+    return list(read_weights(directory)[0])
+
+
+def stored_metadata(directory: Path) -> dict[str, str]:
+    """What the header of `model.safetensors` says, empty without one."""
+    if not (directory / SINGLE).is_file():
+        return {}
+    with open_shard(directory / SINGLE) as shard:
+        return shard.metadata() or {}
+
+
 def write_weights(tensors: dict[str, Tensor], directory: str | os.PathLike, metadata: dict[str, str]) -> None:
     """`model.safetensors`, with `metadata` in its header."""
-    whole = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    whole: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        # Tensors that share memory cannot be saved as they are; copying all of them would double what is needed.
+        storage = tensor.untyped_storage().data_ptr()
+        whole[name] = (tensor.clone() if storage in seen else tensor).contiguous()
+        seen.add(storage)
     save_file(whole, Path(directory) / SINGLE, metadata={"format": "pt", **metadata})

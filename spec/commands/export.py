@@ -96,9 +96,9 @@ def _bundled_for(folder: Path) -> str | None:
 
 
 def _stored_target(source: Path) -> str | None:
-    from draft_model.weight_files import read_weights
+    from draft_model.weight_files import stored_metadata
 
-    return read_weights(source)[1].get("target")
+    return stored_metadata(source).get("target")
 
 
 def _verifier(target: str | None) -> "Verifier":

@@ -48,14 +48,14 @@ def import_draft(
 def _target_parts(target: str, directory: Path) -> "TargetParts":
     """The embedding is read only when the draft lacks one."""
     from draft_model.importing import TargetParts
-    from draft_model.weight_files import read_weights
+    from draft_model.weight_files import stored_names
     from target_model.config import default_taps
     from target_model.resolve import resolve_target, target_config
     from target_model.shards import open_shard, read_headers
 
     config = target_config(target)
     embedding = None
-    if not any(name.endswith("embed_tokens.weight") for name in read_weights(directory)[0]):
+    if not any(name.endswith("embed_tokens.weight") for name in stored_names(directory)):
         path = resolve_target(target).path
         stored = read_headers(path)
         name = next(name for name in stored if name.endswith("embed_tokens.weight"))

@@ -11,11 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draft_model import export as export_module
-from draft_model.checkpoint import save_draft
+from draft_model.checkpoint import load_draft, save_draft
 from draft_model.engines import ENGINES
 from draft_model.export import Verifier, check_directory, export_draft
 from draft_model.importing import read_draft
 from draft_model.model import Eagle3Draft
+from draft_model.weight_files import write_weights
 from target_model.errors import UserError
 from tests.draft_model.drafts import random_draft
 from tests.spec.test_cli import call
@@ -133,6 +134,20 @@ def test_check_names_the_field(tmp_path, engine, change, named):
 )
 def test_an_export_for_one_engine_is_not_one_for_another(tmp_path, engine, other, named):
     assert named in "\n".join(check_directory(written(tmp_path, engine), other))
+
+
+def test_other_layer_ids_are_not_taken_for_our_own(tmp_path):
+    """The draft would run, on the wrong layers."""
+    with pytest.raises(UserError, match="layer ids mean outputs"):
+        load_draft(written(tmp_path, "sglang"))
+    assert load_draft(written(tmp_path, "atom")).config.taps == (1, 3, 5)
+
+
+def test_tied_tensors_are_written(tmp_path):
+    tied = torch.arange(6.0).view(2, 3)
+    write_weights({"a": tied, "b": tied, "c": tied.T}, tmp_path, {})
+    stored = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(stored["a"], stored["b"]) and torch.equal(stored["c"], tied.T)
 
 
 def test_check_names_tensors(tmp_path):

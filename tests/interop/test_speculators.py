@@ -15,7 +15,7 @@ from draft_model.model import Eagle3Draft
 from tests.draft_model.drafts import random_draft
 
 pytest.importorskip(
-    "speculators", reason="speculators is not installed (pip install -e '.[test,interop]')", exc_type=ImportError
+    "speculators", reason="speculators is not installed (pip install -e '.[interop-speculators]')", exc_type=ImportError
 )
 
 ROWS, STEPS = 24, 3
