@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from serve.async_engine import Stream
 from serve.detokenize import Detokenizer, Released
-from serve.request import TokenLogprob, Update
+from serve.request import StepRecord, TokenLogprob, Update
 from target_model.tokenizer import Tokenizer
 
 
@@ -44,7 +44,8 @@ class Counts:
 
     completion counts every token the model decided within the answer, the one that ended it included. Of the verify
     steps: drafted nodes, and drafted tokens that became part of the answer; per_depth[d] counts steps that kept one
-    at depth d + 1. cached counts prompt tokens that were not computed again, once for all answers to a prompt.
+    at depth d + 1; seconds are the answer's share of its steps. cached counts prompt tokens that were not computed
+    again, once for all answers to a prompt.
     """
 
     completion: int = 0
@@ -54,11 +55,15 @@ class Counts:
     drafted: int = 0
     accepted: int = 0
     per_depth: tuple[int, ...] = ()
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
-    def add_step(self, drafted: int, accepted: int) -> None:
+    def add_step(self, step: StepRecord, accepted: int) -> None:
         self.steps += 1
-        self.drafted += drafted
+        self.drafted += step.drafted
         self.accepted += accepted
+        self.draft_seconds += step.draft_seconds
+        self.verify_seconds += step.verify_seconds
         self.per_depth = tuple(map(sum, zip_longest(self.per_depth, (1,) * accepted, fillvalue=0)))
 
     def merge(self, other: "Counts") -> None:
@@ -68,7 +73,15 @@ class Counts:
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
+        self.draft_seconds += other.draft_seconds
+        self.verify_seconds += other.verify_seconds
         self.per_depth = tuple(map(sum, zip_longest(self.per_depth, other.per_depth, fillvalue=0)))
+
+    @property
+    def histogram(self) -> list[int]:
+        """Verify steps by the number of drafted tokens kept, from 0."""
+        reached = (self.steps, *self.per_depth, 0)
+        return [reached[kept] - reached[kept + 1] for kept in range(len(self.per_depth) + 1)]
 
     @property
     def acceptance_length(self) -> float | None:
@@ -121,7 +134,7 @@ class Answer:
         if decided:
             self.arrivals.append((time.perf_counter(), decided))
         if update.step is not None:
-            self.counts.add_step(update.step.drafted, min(update.step.accepted, decided))
+            self.counts.add_step(update.step, min(update.step.accepted, decided))
         return self._delta(released)
 
     def _delta(self, released: Released) -> Delta:

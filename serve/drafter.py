@@ -23,8 +23,8 @@ class Drafter:
     the decided ones.
     """
 
-    def __init__(self, draft: Eagle3Draft, cache: PagedCache, tree: TreeConfig):
-        self.draft, self.cache, self.tree = draft, cache, tree
+    def __init__(self, draft: Eagle3Draft, cache: PagedCache):
+        self.draft, self.cache = draft, cache
         weight = draft.fc.weight
         self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=weight.device))
         # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
@@ -70,13 +70,13 @@ class Drafter:
             end += len(tokens)
             sequence.root_state = state_TH[end - 1]
 
-    def propose(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None) -> list[Tree]:
+    def propose(
+        self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig
+    ) -> list[Tree]:
         """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth
         d.
         """
-        depth = min(self.tree.depth, max(limits))
-        if depth == 0:
-            return [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
+        depth = min(shape.depth, max(limits))
         self.follow(sequences)
         count, device = len(sequences), self._page_taps.device
         limit_R1 = torch.tensor(limits, device=device)[:, None]
@@ -87,44 +87,52 @@ class Drafter:
         tokens, scores, parents, pooled = [], [], [], 0
         for level in range(1, depth + 1):
             noise_RV = None if noise_RDV is None else noise_RDV[:, level - 1]
-            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV)
+            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV, shape.width)
             score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > limit_R1, float("-inf"))
             tokens.append(token_RWC.flatten(1))
             scores.append(score_RM)
             parents.append(parent_RW[:, :, None].expand_as(token_RWC).flatten(1))
             if level < depth:
                 children = token_RWC.shape[2]
-                score_RW, best_RW = score_RM.topk(min(self.tree.width, score_RM.shape[1]), dim=1)
+                score_RW, best_RW = score_RM.topk(min(shape.width, score_RM.shape[1]), dim=1)
                 origin_RW = best_RW // children
                 token_RW, parent_RW = tokens[-1].gather(1, best_RW), pooled + best_RW
                 feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
                 mask_RW = mask_RW.gather(1, origin_RW)
-                state_RWH, mask_RW = self._expand(sequences, level, token_RW, feature_RWH, mask_RW)
+                state_RWH, mask_RW = self._expand(sequences, (level, shape.width), token_RW, feature_RWH, mask_RW)
             pooled += score_RM.shape[1]
-        return self._select(sequences, torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1))
+        pool = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
+        return self._select(sequences, shape.nodes - 1, *pool)
 
-    def _children(self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _children(
+        self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None, width: int
+    ) -> tuple[Tensor, Tensor]:
         """The best `width` target tokens behind each node, and the log of their chance to be the target's choice."""
         logits_RWV = self.draft.logits(state_RWH)
         if noise_RV is not None:
             nodes = logits_RWV.shape[1]
             rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
-            # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
-            greedy_R11 = torch.tensor([s.params.greedy for s in sequences], device=logits_RWV.device)[:, None, None]
-            log_q_RWV = filtered(logits_RWV.flatten(0, 1), rows).log_softmax(-1).view_as(logits_RWV)
+            if self.draft.config.pruned:
+                noise_RV = noise_RV[:, self._target_ids]
             # The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap
             # between two of these values, the likelier their order is the same: their softmax serves as the chance.
-            noisy_RWV = log_q_RWV + noise_RV[:, None, self._target_ids]
-            logits_RWV = torch.where(greedy_R11, logits_RWV, noisy_RWV)
-        chance_RWC, index_RWC = logits_RWV.log_softmax(-1).topk(min(self.tree.width, logits_RWV.shape[-1]), dim=-1)
+            noisy_RWV = filtered(logits_RWV.flatten(0, 1), rows).view_as(logits_RWV) + noise_RV[:, None]
+            # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
+            greedy = [sequence.params.greedy for sequence in sequences]
+            if any(greedy):
+                noisy_RWV[greedy] = logits_RWV[greedy]
+            logits_RWV = noisy_RWV
+        chance_RWC, index_RWC = logits_RWV.log_softmax(-1).topk(min(width, logits_RWV.shape[-1]), dim=-1)
         return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
 
     def _expand(
-        self, sequences: list[Sequence], level: int, token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
+        self, sequences: list[Sequence], place: tuple[int, int], token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Runs the draft on nodes of depth `level`; returns their states and their masks of visible guessed rows."""
-        width, device = token_RW.shape[1], self._page_taps.device
-        first = (level - 1) * self.tree.width
+        """Runs the draft on nodes of depth `level`, each depth having `room` slots (`place` is the two); returns their
+        states and their masks of visible guessed rows.
+        """
+        (level, room), width, device = place, token_RW.shape[1], self._page_taps.device
+        first = (level - 1) * room
         mask_RW = mask_RW | (1 << torch.arange(first, first + width, device=device))
         starts = [len(sequence.token_ids) for sequence in sequences]
         batch = Batch.build(
@@ -140,11 +148,13 @@ class Drafter:
         batch = replace(batch, token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
         return self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft()).view_as(feature_RWH), mask_RW
 
-    def _select(self, sequences: list[Sequence], token_RM: Tensor, score_RM: Tensor, parent_RM: Tensor) -> list[Tree]:
-        """The best nodes of each pool. A child never scores above its parent and ties go to the earlier entry, so
-        parents come along.
+    def _select(
+        self, sequences: list[Sequence], count: int, token_RM: Tensor, score_RM: Tensor, parent_RM: Tensor
+    ) -> list[Tree]:
+        """The best `count` nodes of each pool. A child never scores above its parent and ties go to the earlier entry,
+        so parents come along.
         """
-        keep = min(self.tree.nodes - 1, score_RM.shape[1])
+        keep = min(count, score_RM.shape[1])
         order_RM = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
         chosen = torch.stack([order_RM, *(pool.gather(1, order_RM) for pool in (token_RM, parent_RM))]).tolist()
         live = (score_RM.gather(1, order_RM) > float("-inf")).tolist()

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 import torch
 
 from draft_model.model import Eagle3Draft
+from serve.budget import OFF, Budget, CostTable
 from serve.drafter import Drafter
 from serve.image_rows import check_images
 from serve.pages import PageAllocator
 from serve.request import Completion, Request, SamplingParams, Sequence, StepRecord, Update
 from serve.runner import Outcome, Runner
 from serve.scheduler import Limits, Scheduler
+from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig
 from target_model.cache import PagedCache
 from target_model.errors import UserError
@@ -22,8 +24,8 @@ from target_model.model import TargetModel
 
 @dataclass
 class EngineStats:
-    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1; drafted
-    counts nodes.
+    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1, histogram[a]
+    those that kept exactly a; drafted counts nodes.
     """
 
     steps: int = 0
@@ -33,6 +35,7 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
+    histogram: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     def record(self, step: StepRecord) -> None:
@@ -40,6 +43,8 @@ class EngineStats:
         self.emitted += step.emitted
         self.drafted += step.drafted
         self.accepted += step.accepted
+        self.histogram += [0] * (step.accepted + 1 - len(self.histogram))
+        self.histogram[step.accepted] += 1
         self.accepted_per_depth += [0] * (step.accepted - len(self.accepted_per_depth))
         for depth in range(step.accepted):
             self.accepted_per_depth[depth] += 1
@@ -50,8 +55,10 @@ class Engine:
 
     pages: pages of the cache; by default 32 whole contexts, at most 65,536 tokens. context: tokens of prompt and
     answer, by default the target's limit. `prefill_tokens`, `max_running` and `max_waiting` bound a step and the queue.
+    costs: a measured table; the trees then follow from it and from what is accepted, and `tree` does not count.
     sampling: "coupled" (target and draft share the noise of each position: a seed gives one text whatever is drafted)
-    or "rejection" (the distribution is the same, the text of a seed depends on the draft).
+    or "rejection" (the distribution is the same, the text of a seed depends on the draft). synthetic_acceptance: a mean
+    acceptance length to force, for benchmarks of the system; the text is then meaningless.
     kv_dtype, index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the type
     of the weights.
     """
@@ -67,18 +74,22 @@ class Engine:
         prefill_tokens: int = 512,
         max_running: int = 32,
         max_waiting: int = 1024,
+        costs: CostTable | None = None,
         sampling: str = "coupled",
+        synthetic_acceptance: float | None = None,
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
     ):
         if sampling not in ("coupled", "rejection"):
             raise UserError(f"sampling must be coupled or rejection, got {sampling!r}")
         config, weight = target.config, target.embed_tokens.weight
-        self.tree = tree or TreeConfig()
+        self.tree = (tree or TreeConfig()) if draft else OFF
+        self.budget = Budget(costs) if costs and draft else None
         self.context = min(context or config.max_position, config.max_position)
         # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus
         # token.
-        scratch = max(self.tree.scratch_slots, self.tree.depth + 2) if draft else 2
+        shapes = self.budget.shapes if self.budget else (self.tree,)
+        scratch = max(max(shape.scratch_slots, min(shape.depth, shape.nodes - 1) + 2) for shape in shapes)
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
@@ -91,8 +102,11 @@ class Engine:
             kv_dtype=kv_dtype,
             index_dtype=index_dtype,
         )
-        drafter = Drafter(draft, cache, self.tree) if draft else None
-        self.runner = Runner(target, drafter, cache, rejection=sampling == "rejection")
+        drafter = Drafter(draft, cache) if draft else None
+        synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
+        if synthetic and self.budget:
+            raise UserError("a synthetic acceptance length needs a fixed tree, not an adaptive one")
+        self.runner = Runner(target, drafter, cache, rejection=sampling == "rejection", synthetic=synthetic)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()
         self.scheduler = Scheduler(
@@ -123,9 +137,10 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Drops a request and frees its pages at once; False when there is no such request (any more)."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
+        self._drop(request_id)
         self.scheduler.finish(sequence)
         return True
 
@@ -144,7 +159,7 @@ class Engine:
         if plan.decode:
             # A step emits at most its depth + 1 tokens: deeper nodes than the request can still take are not drafted.
             limits = [self._remaining(sequence) - 1 for sequence in plan.decode]
-            outcomes = self.runner.decode(plan.decode, limits)
+            outcomes = self.runner.decode(plan.decode, limits, self._shape(plan.decode, limits))
             updates += [self._apply(s, o) for s, o in zip(plan.decode, outcomes, strict=True)]
         self.totals.steps += 1
         self.totals.seconds += time.perf_counter() - started
@@ -165,6 +180,7 @@ class Engine:
     def stats(self) -> dict[str, float | int | list[int]]:
         """Totals, the state of queue and cache, and seconds by part."""
         totals, clock, scheduler = self.totals, self.runner.clock, self.scheduler
+        synthetic = self.runner.synthetic
         parts = clock.prefill + clock.draft + clock.verify
         return {
             "steps": totals.steps,
@@ -174,6 +190,9 @@ class Engine:
             "drafted_tokens": totals.drafted,
             "accepted_tokens": totals.accepted,
             "accepted_per_depth": list(totals.accepted_per_depth),
+            "accepted_histogram": list(totals.histogram),
+            "acceptance_length": totals.emitted / totals.verify_steps if totals.verify_steps else None,
+            "synthetic_acceptance_length": synthetic and synthetic.length,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "preemptions": scheduler.preemptions,
@@ -187,6 +206,17 @@ class Engine:
             "verify_seconds": clock.verify,
             "other_seconds": max(totals.seconds - parts, 0.0),
         }
+
+    def _shape(self, sequences: list[Sequence], limits: list[int]) -> TreeConfig:
+        if self.budget is None:
+            return self.tree
+        ids, contexts = [s.request.id for s in sequences], [len(s.token_ids) for s in sequences]
+        return self.budget.choose(ids, contexts, limits)
+
+    def _drop(self, request_id: str) -> None:
+        self._sequences.pop(request_id)
+        if self.budget:
+            self.budget.forget(request_id)
 
     def _remaining(self, sequence: Sequence) -> int:
         """Tokens the request may still emit; at least 1 while it runs."""
@@ -207,12 +237,13 @@ class Engine:
             reason = "length"
         sequence.token_ids += tokens
         step = None
-        if outcome.drafted is not None:
-            accepted = min(len(outcome.tokens) - 1, emitted)
-            step = StepRecord(outcome.drafted, accepted, emitted)
+        if outcome.tree is not None:
+            step = StepRecord(len(outcome.tree) - 1, min(len(outcome.path), emitted), emitted, *outcome.seconds)
             self.totals.record(step)
+            if self.budget:
+                self.budget.learn(sequence.request.id, outcome.tree, outcome.path)
         if reason is not None:
-            self._sequences.pop(sequence.request.id)
+            self._drop(sequence.request.id)
             self.scheduler.finish(sequence)
         logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
         depths = outcome.depths[: len(tokens)]

@@ -10,7 +10,9 @@ from draft_model.checkpoint import load_draft
 from draft_model.dummy import dummy_draft
 from draft_model.model import Eagle3Draft
 from draft_model.resolve import ResolvedDraft, resolve_draft
+from serve.budget import CostTable
 from serve.engine import Engine
+from serve.measure import measure_costs
 from serve.tree import TreeConfig
 from target_model.checkpoint import load_target
 from target_model.dummy import DummyWeights, dummy_target
@@ -52,12 +54,18 @@ def load_engine(
     context: int | None = None,
     prefill_tokens: int = 512,
     max_running: int = 32,
+    adaptive: bool = False,
+    sampling: str = "coupled",
+    synthetic_acceptance: float | None = None,
     kv_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype | None = None,
     dummy: DummyWeights | None = None,
     language_only: bool = True,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
+
+    With `adaptive` a few seconds are spent on measuring what drafting and verifying cost here, and every step drafts as
+    far as pays; `tree` does not count. `sampling` and `synthetic_acceptance`: see Engine.
 
     Without `language_only` the vision tower comes along, where the checkpoint has one.
 
@@ -81,18 +89,36 @@ def load_engine(
         context=context,
         prefill_tokens=prefill_tokens,
         max_running=max_running,
+        costs=_measure(model, draft_model, max_running, context) if adaptive else None,
+        sampling=sampling,
+        synthetic_acceptance=synthetic_acceptance,
         kv_dtype=kv_dtype,
         index_dtype=index_dtype,
     )
     lines = (
         f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
         _why(draft, chosen),
-        *([f"speculation: {engine.tree}"] if draft_model is not None else []),
+        *([_speculation(engine)] if draft_model is not None else []),
         "pictures: yes" if processor is not None else "pictures: no, the vision tower is not loaded",
         *_memory_plan(engine, model, draft_model, device, dtype),
     )
     defaults = _sampling_defaults(resolved)
     return engine, tokenizer, Description(resolved.name, chosen and str(chosen.path), defaults, lines, processor)
+
+
+def _measure(target: TargetModel, draft: Eagle3Draft | None, max_running: int, context: int | None) -> CostTable:
+    if draft is None:
+        raise UserError("an adaptive tree needs a draft")
+    limit = min(context or target.config.max_position, target.config.max_position)
+    return measure_costs(target, draft, max_running=max_running, context=limit)
+
+
+def _speculation(engine: Engine) -> str:
+    if engine.runner.synthetic is not None:
+        length = engine.runner.synthetic.length
+        return f"SYNTHETIC acceptance length {length:g}, {engine.tree}: for benchmarks only, the text is meaningless"
+    shape = "adaptive, by measured costs" if engine.budget is not None else str(engine.tree)
+    return f"speculation: {shape}" + (", rejection sampling" if engine.runner.rejection else "")
 
 
 def usable_context(engine: Engine) -> int:

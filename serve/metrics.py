@@ -66,13 +66,15 @@ class Metrics:
         self._observe_times(answer)
         self._prompt_length.labels(self._model).observe(prompt)
         self._answer_length.labels(self._model).observe(counts.completion)
+        seconds = time.perf_counter() - answer.started
         self.recent.append(
             {
                 "id": answer.stream.request.id,
                 "finish_reason": reason,
                 "prompt_tokens": prompt,
-                "seconds": round(time.perf_counter() - answer.started, 4),
+                "seconds": round(seconds, 4),
                 **counts_json(counts),
+                "other_ms": round(1000 * (seconds - counts.draft_seconds - counts.verify_seconds), 3),
             }
         )
 
@@ -102,6 +104,9 @@ class Metrics:
             "definitions": {
                 "acceptance_length": "drafted tokens kept per verify step, plus 1 for the target's own (bonus) token",
                 "accepted_per_position": "share of verify steps that kept a drafted token at depth 1, 2, ...",
+                "accepted_histogram": "verify steps by the number of drafted tokens kept, from 0",
+                "draft_ms, verify_ms": "the requests' shares of the time of their steps; other_ms: prefill, waiting, "
+                "scheduling",
             },
             "engine": self._engine.stats(),
             "recent": list(self.recent),
@@ -126,6 +131,9 @@ def counts_json(counts: Counts) -> dict[str, Any]:
         "acceptance_length": counts.acceptance_length,
         "acceptance_rate": counts.accepted / counts.drafted if counts.drafted else None,
         "accepted_per_position": [kept / steps for kept in counts.per_depth],
+        "accepted_histogram": counts.histogram,
+        "draft_ms": round(1000 * counts.draft_seconds, 3),
+        "verify_ms": round(1000 * counts.verify_seconds, 3),
     }
 
 

@@ -103,11 +103,15 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One verify step of one sequence: nodes drafted (root excluded), drafted tokens kept, tokens emitted."""
+    """One verify step of one sequence: nodes drafted (root excluded), drafted tokens kept, tokens emitted, and its
+    share of the seconds that the batch took.
+    """
 
     drafted: int
     accepted: int
     emitted: int
+    draft_seconds: float = field(default=0.0, compare=False)
+    verify_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

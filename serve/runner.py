@@ -3,7 +3,7 @@ schedule.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from serve.image_rows import ImageRows
 from serve.noise import gumbel, uniform
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
-from serve.tree import Tree
+from serve.synthetic import SyntheticAcceptance
+from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 from target_model.model import TargetModel
+
+PLAIN_STEPS = 32
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,16 @@ class Outcome:
     """What a step decided for one sequence.
 
     tokens: newly decided ids, at least one. depths: depth in the tree each was guessed at, 0 for the target's own
-    token. drafted: nodes verified, root excluded; None when the tokens come from prefill.
+    token. tree, path: what was verified, and its accepted nodes; None when the token comes from prefill. seconds: this
+    sequence's share of drafting and of verifying.
     """
 
     tokens: list[int]
     depths: list[int]
     logprobs: list[TokenLogprob] | None
-    drafted: int | None
+    tree: Tree | None = None
+    path: list[int] | None = None
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass
@@ -45,11 +51,21 @@ class Clock:
 class Runner:
     """Runs the target, and the draft when there is one, over the shared cache.
 
-    `rejection` replaces the noise that target and draft share (the default) by rejection sampling.
+    `rejection` replaces the noise that target and draft share (the default) by rejection sampling. `synthetic` decides
+    what is accepted instead of the target: for benchmarks only.
     """
 
-    def __init__(self, target: TargetModel, drafter: Drafter | None, cache: PagedCache, rejection: bool = False):
-        self.target, self.drafter, self.cache, self.rejection = target, drafter, cache, rejection
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        cache: PagedCache,
+        *,
+        rejection: bool = False,
+        synthetic: SyntheticAcceptance | None = None,
+    ):
+        self.target, self.drafter, self.cache = target, drafter, cache
+        self.rejection, self.synthetic = rejection, synthetic
         self.taps = drafter.draft.config.taps if drafter else ()
         self.device = cache.k.device
         self.image_rows = ImageRows(target.vision) if target.vision is not None else None
@@ -83,20 +99,20 @@ class Runner:
             choices = self._choose(logits, rows, self._noise([row.sequence for row in rows], 1))
             reported = self._logprobs(logits, rows, choices)
             for index, token, logprob in zip(complete, choices, reported, strict=True):
-                outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob], None)
+                outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob])
         if self.drafter:
             self.drafter.follow([sequence for sequence, _ in chunks])
         self.clock.prefill += time.perf_counter() - started
         return outcomes
 
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], limits: list[int]) -> list[Outcome]:
-        """One verify step. `limits[r]` levels at most are drafted below the root of sequence r."""
+    def decode(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Outcome]:
+        """One verify step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r."""
         started = time.perf_counter()
-        depth = min(self.drafter.tree.depth, max(limits)) if self.drafter else 0
+        depth = min(shape.depth, max(limits)) if shape.nodes > 1 else 0
         noise_RDV = self._noise(sequences, depth + 1)
-        if self.drafter:
-            trees = self.drafter.propose(sequences, limits, None if self.rejection else noise_RDV)
+        if depth:
+            trees = self.drafter.propose(sequences, limits, None if self.rejection else noise_RDV, shape)
         else:
             trees = [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
         drafted = time.perf_counter()
@@ -110,9 +126,12 @@ class Runner:
             kept = output.aux[rows].split([len(path) + 1 for path in paths])
             for sequence, taps in zip(sequences, kept, strict=True):
                 sequence.taps.append(taps)
+            # Without drafts nobody needs the draft's rows yet: they are computed together now and then.
+            self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
         self.clock.draft += drafted - started
         self.clock.verify += verified - drafted
-        return outcomes
+        share = (drafted - started) / len(sequences), (verified - drafted) / len(sequences)
+        return [replace(outcome, seconds=share) for outcome in outcomes]
 
     def _verify(self, sequences: list[Sequence], trees: list[Tree], noise_RDV: Tensor | None):
         """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
@@ -132,13 +151,13 @@ class Runner:
         outcomes, paths, first = [], [], 0
         for sequence, tree in zip(sequences, trees, strict=True):
             chosen = choices[first : first + len(tree)]
-            path = tree.accept(chosen)
+            path = tree.accept(chosen) if self.synthetic is None else self.synthetic.path(tree)
             tokens = [tree.tokens[node] for node in path] + [chosen[path[-1] if path else 0]]
             visited = [first, *(first + node for node in path)]
             logprobs = None
             if sequence.params.logprobs is not None:
                 logprobs = self._logprobs(logits_TV[visited], [rows[row] for row in visited], tokens)
-            outcomes.append(Outcome(tokens, [*range(1, len(path) + 1), 0], logprobs, len(tree) - 1))
+            outcomes.append(Outcome(tokens, [*range(1, len(path) + 1), 0], logprobs, tree, path))
             paths.append(path)
             sequence.computed += len(tokens)
             first += len(tree)

@@ -49,6 +49,9 @@ class ServeOptions:
     context: int | None = None
     prefill_tokens: int = 512
     max_running: int = 32
+    adaptive: bool = False
+    sampling: str = "coupled"
+    synthetic_acceptance: float | None = None
     kv_dtype: torch.dtype | None = None
     index_dtype: torch.dtype | None = None
     dummy: DummyWeights | None = None
@@ -71,6 +74,9 @@ def run(options: ServeOptions) -> None:
             context=options.context,
             prefill_tokens=options.prefill_tokens,
             max_running=options.max_running,
+            adaptive=options.adaptive,
+            sampling=options.sampling,
+            synthetic_acceptance=options.synthetic_acceptance,
             kv_dtype=options.kv_dtype,
             index_dtype=options.index_dtype,
             dummy=options.dummy,

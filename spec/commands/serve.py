@@ -8,7 +8,12 @@ import typer
 from spec.commands.options import Device, Draft, Target, draft_name
 
 TYPES = ("float32", "bfloat16", "float16")
-TREE = typer.Option(help="Tree as depth,width,nodes (root counted); width 1 is a chain. Default: one that suits most.")
+TREE = typer.Option(
+    help="Tree as depth,width,nodes (root counted; width 1 is a chain), or adaptive: measures this machine's costs at "
+    "the start and drafts as far as pays. Default: one that suits most."
+)
+SAMPLING = typer.Option(help="coupled (a seed gives one text, whatever is drafted) or rejection.")
+SYNTHETIC = typer.Option(help="Force this mean acceptance length: for benchmarks only, the text is meaningless.")
 HOST = typer.Option(help="Address to listen on; 0.0.0.0 for all.")
 PORT = typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
 MODEL_NAME = typer.Option(help="Name that clients use. Default: the target's.")
@@ -35,6 +40,8 @@ def serve(
     target: Target = "m3-tiny",
     draft: Draft = "eagle3",
     tree: Annotated[str | None, TREE] = None,
+    sampling: Annotated[str, SAMPLING] = "coupled",
+    synthetic_acceptance_length: Annotated[float | None, SYNTHETIC] = None,
     host: Annotated[str, HOST] = "127.0.0.1",
     port: Annotated[int, PORT] = 8000,
     model_name: Annotated[str | None, MODEL_NAME] = None,
@@ -68,7 +75,10 @@ def serve(
     options = ServeOptions(
         target=target,
         draft=draft_name(draft),
-        tree=None if tree is None else TreeConfig.parse(tree),
+        tree=None if tree in (None, "adaptive") else TreeConfig.parse(tree),
+        adaptive=tree == "adaptive",
+        sampling=sampling,
+        synthetic_acceptance=synthetic_acceptance_length,
         host=host,
         port=port,
         model_name=model_name,

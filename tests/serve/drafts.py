@@ -62,24 +62,24 @@ class ScriptedDrafter(Drafter):
         hit: Callable[[Sequence, int], bool],
         rank: int = 0,
     ):
-        super().__init__(drafter.draft, drafter.cache, drafter.tree)
+        super().__init__(drafter.draft, drafter.cache)
         self.script, self.hit, self.rank = script, hit, rank
 
-    def propose(self, sequences, limits, noise_RDV):
-        super().propose(sequences, limits, noise_RDV)  # its guessed rows must do no harm
-        return [self._tree(sequence, limit) for sequence, limit in zip(sequences, limits, strict=True)]
+    def propose(self, sequences, limits, noise_RDV, shape):
+        super().propose(sequences, limits, noise_RDV, shape)  # its guessed rows must do no harm
+        return [self._tree(sequence, limit, shape) for sequence, limit in zip(sequences, limits, strict=True)]
 
-    def _tree(self, sequence: Sequence, limit: int) -> Tree:
+    def _tree(self, sequence: Sequence, limit: int, shape: TreeConfig) -> Tree:
         coming, vocab = self.script(sequence), self.draft.config.vocab_size
         tree = Tree([sequence.token_ids[-1]], [-1])
         node = 0
-        for depth in range(1, min(self.tree.depth, limit) + 1):
+        for depth in range(1, min(shape.depth, limit) + 1):
             truth = coming[depth - 1] if depth <= len(coming) else 0
-            guesses = [(truth + 1 + i) % vocab for i in range(self.tree.width)]
+            guesses = [(truth + 1 + i) % vocab for i in range(shape.width)]
             hit = self.hit(sequence, depth)
             if hit:
-                guesses[min(self.rank, self.tree.width - 1)] = truth
-            guesses = guesses[: self.tree.nodes - len(tree)]
+                guesses[min(self.rank, shape.width - 1)] = truth
+            guesses = guesses[: shape.nodes - len(tree)]
             children = range(len(tree), len(tree) + len(guesses))
             tree.tokens.extend(guesses)
             tree.parents.extend([node] * len(guesses))

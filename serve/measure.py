@@ -1,0 +1,71 @@
+"""The cost table of this machine: real steps of every shape, timed over random tokens."""
+
+import random
+
+from draft_model.model import Eagle3Draft
+from serve.budget import OFF, Cost, CostTable
+from serve.engine import Engine
+from serve.request import Request, SamplingParams
+from serve.tree import TreeConfig
+from target_model.model import TargetModel
+
+SHAPES = (
+    OFF,
+    TreeConfig.chain(1),
+    TreeConfig.chain(2),
+    TreeConfig.chain(3),
+    TreeConfig.chain(5),
+    TreeConfig(2, 2, 5),
+    TreeConfig(3, 2, 7),
+    TreeConfig(4, 3, 12),
+    TreeConfig(5, 4, 24),
+)
+LONGEST_SAMPLE = 1024
+REPEATS = 4
+
+
+def measure_costs(
+    target: TargetModel,
+    draft: Eagle3Draft,
+    *,
+    max_running: int,
+    context: int,
+    shapes: tuple[TreeConfig, ...] = SHAPES,
+) -> CostTable:
+    """Times every shape at one, some and many sequences, of short and longer contexts; sampled, with M3's filters.
+
+    Drafts of random tokens are hardly ever accepted, so a sequence stays as long as it is; the fastest of a few
+    repeats counts, since whatever else the machine does only adds to it.
+    """
+    batches = sorted({1, min(4, max_running), min(16, max_running)})
+    room = 2 * REPEATS * sum(shape.depth + 1 for shape in shapes)
+    contexts = sorted({min(size, max(8, context - room)) for size in (64, LONGEST_SAMPLE)})
+    costs = []
+    for batch in batches:
+        for length in contexts:
+            costs += _measure(target, draft, shapes, batch, length, room)
+    return CostTable(tuple(costs))
+
+
+def _measure(
+    target: TargetModel, draft: Eagle3Draft, shapes: tuple[TreeConfig, ...], batch: int, length: int, room: int
+) -> list[Cost]:
+    largest = max(shapes, key=lambda shape: shape.scratch_slots)
+    pages = batch * -(-(length + room + largest.scratch_slots) // target.config.block_size)
+    engine = Engine(target, draft, largest, pages=pages, max_running=batch)
+    chance = random.Random(0)
+    params = SamplingParams(temperature=1.0, top_p=0.95, top_k=40, seed=0, max_tokens=room, ignore_eos=True)
+    for index in range(batch):
+        prompt = [chance.randrange(target.config.vocab_size) for _ in range(length)]
+        engine.add(Request(str(index), prompt, params))
+    while not all(sequence.decoding for _, _, sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.step()
+    # The shapes take turns, so a machine whose speed drifts slows all of them alike.
+    times: dict[TreeConfig, list[tuple[float, float]]] = {shape: [] for shape in shapes}
+    clock = engine.runner.clock
+    for _ in range(REPEATS):
+        for engine.tree in shapes:
+            before = clock.draft, clock.verify
+            engine.step()
+            times[engine.tree].append((clock.draft - before[0], clock.verify - before[1]))
+    return [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]

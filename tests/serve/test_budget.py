@@ -1,0 +1,142 @@
+"""The adaptive budget: near the best of all fixed shapes on easy, hard and mixed prompts by a fixed cost table, and
+never a different answer.
+"""
+
+import pytest
+
+from serve.budget import OFF, Budget, Cost, CostTable, Record
+from serve.measure import measure_costs
+from serve.request import Request, SamplingParams
+from serve.tree import Tree, TreeConfig
+from tests.fixtures import random_target
+from tests.serve.drafts import drive, plain, prompts, random_draft, scripted_engine
+
+SHAPES = (OFF, TreeConfig.chain(1), TreeConfig.chain(3), TreeConfig(2, 2, 5), TreeConfig(4, 3, 12))
+DEFAULT = TreeConfig(2, 2, 5)
+GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+
+
+def table(per_token: float, per_level: float, fixed: float = 1.0) -> CostTable:
+    """Seconds: a step reads the weights once (`fixed`), then pays for each token verified and each level drafted."""
+    costs = []
+    for shape in SHAPES:
+        for batch in (1, 16):
+            for context in (32, 256):
+                draft = per_level * shape.depth * (1 + 0.1 * batch) if shape != OFF else 0.0
+                costs.append(
+                    Cost(shape, batch, context, draft, fixed + per_token * shape.nodes * batch + context / 1e4)
+                )
+    return CostTable(tuple(costs))
+
+
+CHEAP, DEAR = table(per_token=0.02, per_level=0.1), table(per_token=0.5, per_level=0.4)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(seed=0)
+
+
+BATCH = prompts([5, 12, 20, 9, 30, 3, 17, 8])
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return plain(target, GREEDY, BATCH)
+
+
+def run(target, answers, costs: CostTable, agreement: float, shape: TreeConfig | None = None, together: int = 1):
+    """Answers in groups of `together`, and the time of all verify steps by the table, adaptive without `shape`."""
+    engine = scripted_engine(target, answers, TreeConfig(4, 3, 12), agreement=agreement, costs=costs)
+    seconds, shapes = 0.0, []
+    choose = engine.budget.choose
+
+    def watched(ids, contexts, limits):
+        nonlocal seconds
+        chosen = choose(ids, contexts, limits) if shape is None else shape
+        seconds += costs.seconds(chosen, len(ids), sum(contexts) // len(contexts))
+        shapes.append(chosen)
+        return chosen
+
+    engine.budget.choose = watched
+    texts = []
+    for first in range(0, len(BATCH), together):
+        group = [Request(str(i), prompt, GREEDY) for i, prompt in enumerate(BATCH[first : first + together])]
+        texts += [completion.token_ids for completion in drive(engine, group).values()]
+    assert texts == [answers[tuple(prompt)] for prompt in BATCH]
+    return seconds, shapes
+
+
+@pytest.mark.parametrize("agreement", [0.95, 0.5, 0.0])
+@pytest.mark.parametrize(("costs", "together"), [(CHEAP, 1), (CHEAP, 4), (DEAR, 4)], ids=["cheap", "cheap-4", "dear-4"])
+def test_not_slower_than_plain_or_the_default(target, answers, costs, together, agreement):
+    adaptive, shapes = run(target, answers, costs, agreement, None, together)
+    fixed = {shape: run(target, answers, costs, agreement, shape, together)[0] for shape in (OFF, DEFAULT)}
+    assert adaptive <= 1.05 * min(fixed.values())
+    if agreement == 0.0 or costs is DEAR and agreement < 0.9:
+        assert shapes.count(OFF) > 0.8 * len(shapes)
+    if agreement == 0.95 and costs is CHEAP:
+        assert adaptive < 0.9 * fixed[DEFAULT]
+    assert run(target, answers, costs, agreement, None, together) == (adaptive, shapes)
+
+
+def test_requests_are_told_apart():
+    """Of two requests, the one whose drafts are accepted is expected to go on so."""
+    budget = Budget(CHEAP)
+    chain = Tree([0, 1, 2, 3], [-1, 0, 1, 2])
+    for _ in range(20):
+        budget.learn("easy", chain, [1, 2, 3])
+        budget.learn("hard", chain, [])
+    easy, hard = (sum(budget._outlook(name)[TreeConfig.chain(3)]) for name in ("easy", "hard"))
+    assert easy > 2 and hard < 0.5
+    assert 0.5 < sum(budget._outlook("new")[TreeConfig.chain(3)]) < 2
+    budget.forget("easy")
+    assert sum(budget._outlook("easy")[TreeConfig.chain(3)]) < 2
+
+
+def test_expected_tokens_of_a_shape():
+    record = Record(3, 2)
+    for _ in range(400):
+        record.add(Tree([0, 1, 2, 3, 4], [-1, 0, 0, 1, 1]), [1, 3])  # always the first child, and its first
+    assert record.expected(TreeConfig.chain(2))[:2] == pytest.approx([1, 1], abs=0.08)
+    only_second = Record(2, 2)
+    for _ in range(400):
+        only_second.add(Tree([0, 1, 2], [-1, 0, 0]), [2])
+    assert only_second.expected(TreeConfig(1, 2, 3)) == pytest.approx([1], abs=0.08)
+    assert only_second.expected(TreeConfig.chain(1)) == pytest.approx([0], abs=0.08)
+    wide, narrow = (sum(Record(4, 3).expected(shape)) for shape in (TreeConfig(4, 3, 12), TreeConfig.chain(3)))
+    assert wide > narrow
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    shape = TreeConfig.chain(1)
+    costs = CostTable(tuple(Cost(shape, b, c, 0.0, 1.0 + b + c / 100) for b in (1, 4) for c in (100, 300)))
+    for batch, context in ((1, 100), (4, 300), (2, 200), (8, 300), (3, 500)):
+        assert costs.seconds(shape, batch, context) == pytest.approx(1 + batch + context / 100)
+    assert costs.seconds(shape, 1, 0) > 0
+
+
+def test_a_plain_phase_leaves_the_draft_able_to_go_on(target, answers):
+    """Steps without drafts put the draft's own rows off; when it drafts again they are the ones of a cold run."""
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    trees = {}
+    for plain_steps in (0, 20, 50):
+        engine = scripted_engine(target, answers, TreeConfig.chain(3), agreement=0.0)
+        engine.add(Request("r", BATCH[2], params))
+        for step in range(60):
+            engine.tree = OFF if step < plain_steps else TreeConfig.chain(3)
+            engine.step()
+        ((_, _, sequence),) = engine.scheduler.running
+        engine.runner.drafter.follow([sequence])
+        trees[plain_steps] = (sequence.root_state, engine.runner.cache.draft_k[sequence.pages].flatten(0, 1)[1:78])
+    for state, keys in trees.values():
+        assert (state - trees[0][0]).abs().max() < 1e-4 and (keys - trees[0][1]).abs().max() < 1e-4
+
+
+def test_measured_table(target):
+    """Every shape at every pair of batch and context, with a positive time."""
+    shapes = (OFF, TreeConfig.chain(2), TreeConfig(2, 2, 5))
+    costs = measure_costs(target, random_draft(target), max_running=4, context=200, shapes=shapes)
+    assert costs.shapes == shapes and len(costs.costs) == len(set(costs.costs)) == 3 * 2 * 2
+    assert {(c.batch, c.context) for c in costs.costs} == {(1, 64), (1, 136), (4, 64), (4, 136)}
+    assert all(c.verify > 0 for c in costs.costs)
