@@ -25,13 +25,14 @@ class Field:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with a value that is there."""
-        types = {"integer": (int,), "number": (int, float), "switch": (bool,), "text": (str,), "integers": (list,)}
+        types = {"integer": (int,), "number": (int, float), "switch": (bool,), "text": (str,)}
+        items = {"integers": int, "texts": str}
+        if isinstance(self.kind, str) and self.kind in items:
+            right = isinstance(value, list) and all(type(item) is items[self.kind] for item in value)
+            return None if right else f"is {value!r}, expected a list of {self.kind}"
         if not isinstance(self.kind, str) or self.kind not in types:
             return None if value == self.kind else f"is {value!r}, expected {self.kind!r}"
-        right = type(value) in types[self.kind]
-        if self.kind == "integers":
-            right = right and all(type(item) is int for item in value)
-        if not right:
+        if type(value) not in types[self.kind]:
             return f"is {value!r}, expected {self.kind}"
         if self.use == "ignored" and value is True:
             return "is true, but the engine does not read it"
@@ -119,6 +120,7 @@ _SPECULATORS = {
     f"{_PROPOSAL}.0.verifier_accept_k": Field("read", 1),
     f"{_PROPOSAL}.0.accept_tolerance": Field("read", "number"),
     "speculators_config.verifier.name_or_path": Field("required", "text"),
+    "speculators_config.verifier.architectures": Field("required", "texts"),
     "dtype": Field("read", "text"),
 }
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    draft: Annotated[str | None, typer.Argument(help="A run's folder, a draft's directory, or eagle3.")] = None,
+    draft: Annotated[str | None, typer.Argument(help="A run or its folder, a draft's directory, or eagle3.")] = None,
     to: Annotated[str | None, typer.Option(help="vllm, sglang, atom, speculators or hf.")] = None,
     output: Annotated[Path | None, typer.Option(help="Directory to write; it must not exist.")] = None,
     target: Annotated[
@@ -51,7 +51,7 @@ def _export(draft: str, to: str, output: Path, target: str | None) -> None:
     engine = find_engine(to)
     if output.exists():
         raise UserError(f"{output} exists: name a new directory")
-    folder = Path(draft)
+    folder = Path(draft) if Path(draft).is_dir() else Path("runs") / draft
     record = read_json(folder / "run.json") if (folder / "run.json").is_file() else None
     if record is not None:
         source, name, known = folder / "draft", record["name"], record["target"]

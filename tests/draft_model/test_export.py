@@ -1,6 +1,7 @@
 """Exports as every engine reads them. What an engine reads is written out here once more, apart from the table."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from draft_model import export as export_module
 from draft_model.checkpoint import load_draft, save_draft
-from draft_model.engines import ENGINES
+from draft_model.config import DraftConfig
+from draft_model.engines import ENGINES, flatten
 from draft_model.export import Verifier, check_directory, export_draft
-from draft_model.importing import read_draft
+from draft_model.importing import expected_shapes, read_draft
 from draft_model.model import Eagle3Draft
 from draft_model.weight_files import write_weights
 from target_model.errors import UserError
 from tests.draft_model.drafts import random_draft
+from tests.draft_model.test_config import PUBLISHED
 from tests.spec.test_cli import call
 
 TARGET = Verifier("some/target", ["SomeForCausalLM"], 4096)
@@ -56,6 +59,22 @@ def test_names_ids_and_context(tmp_path, engine):
         metadata = file.metadata()
     assert (metadata["engine"], metadata["target"]) == (engine, "some/target")
     assert metadata["format"] == "pt"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_table_knows_every_field_and_the_export_has_every_field_it_needs(tmp_path, engine):
+    config = flatten(json.loads((written(tmp_path, engine) / "config.json").read_text()))
+    assert sorted(config.keys() - ENGINES[engine].fields.keys()) == []
+    needed = {name for name, field in ENGINES[engine].fields.items() if field.use == "required"}
+    assert sorted(needed - config.keys()) == []
+
+
+def test_the_published_draft_of_minimax_m3_has_17_tensors_of_3_26_billion():
+    shapes = expected_shapes(DraftConfig.from_json(PUBLISHED))
+    count = {name: math.prod(shape) for name, shape in shapes.items()}
+    assert len(shapes) == 17 and shapes["layers.0.self_attn.q_proj.weight"] == (8192, 12288)
+    assert round(sum(count.values()) / 1e9, 2) == 3.26
+    assert round((sum(count.values()) - count["embed_tokens.weight"] - count["lm_head.weight"]) / 1e9, 3) == 0.805
 
 
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang", "speculators"])
@@ -184,6 +203,14 @@ def test_command_and_card(tmp_path, monkeypatch, capsys):
     assert code == 0 and "as its engine reads them" in out
     code, out, _ = call(monkeypatch, capsys, "export", "--check", str(output), "--to", "vllm")
     assert code == 1 and "vllm takes them as entering" in out
+
+
+def test_a_run_by_its_name(tmp_path, monkeypatch, capsys):
+    run = run_folder(tmp_path)
+    (tmp_path / "runs").mkdir()
+    run.rename(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert call(monkeypatch, capsys, "export", "mine", "--to", "hf", "--output", "out")[0] == 0
 
 
 def test_the_bundled_draft_keeps_its_acceptance_and_recipe(tmp_path, monkeypatch, capsys):

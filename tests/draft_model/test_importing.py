@@ -1,6 +1,7 @@
 """Drafts of other trainers: the golden ones compute what their independent script says; others are refused by name."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def test_golden_drafts_compute_what_the_script_says(tmp_path, name):
     torch.testing.assert_close(logits(draft, expected["aux"], expected["tokens"]), expected["logits"])
     ids = draft.target_ids(torch.arange(len(expected["target_ids"])))
     assert torch.equal(ids, expected["target_ids"])
+
+
+@pytest.mark.parametrize(("seed", "name"), list(enumerate(ARGUMENTS)))
+def test_the_script_makes_these_files(tmp_path, seed, name):
+    runpy.run_path(str(GOLDEN / "make.py"))["write"](tmp_path, name, seed)
+    for path in (GOLDEN / name).iterdir():
+        if path.suffix == ".safetensors":
+            made, kept = load_file(tmp_path / name / path.name), load_file(path)
+            assert made.keys() == kept.keys()
+            for key, tensor in kept.items():
+                # The logits went through another machine's arithmetic.
+                torch.testing.assert_close(made[key], tensor)
+        elif path.suffix == ".json":
+            assert path.read_text() == (tmp_path / name / path.name).read_text()
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,21 @@ def test_llama_parts_compute_our_logits(tmp_path, overrides, engine, prefix, sta
     positions = torch.arange(ROWS) + start
     other = llama_logits(draft.config, tensors, prefix, aux, tokens, positions)
     torch.testing.assert_close(our_logits(draft, aux, tokens, positions), other, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang", "atom"])
+def test_the_config_as_the_engines_get_it(tmp_path, engine):
+    """They read it through transformers, whose defaults must not slip in."""
+    from transformers import AutoConfig
+
+    draft = random_draft(num_kv_heads=2, head_dim=32, rope_theta=5000000.0, draft_vocab_size=300)
+    save_draft(draft, tmp_path / "source")
+    found = read_draft(tmp_path / "source", layer_ids="entering")
+    export_draft(found, engine, tmp_path / "export", Verifier("t", [], 4096), "# card\n")
+    config = AutoConfig.from_pretrained(tmp_path / "export")
+    assert config.architectures == ["LlamaForCausalLMEagle3"] and config.model_type == "llama"
+    assert config.rope_parameters["rope_theta"] == 5000000.0 and config.rope_parameters["rope_type"] == "default"
+    assert (config.head_dim, config.num_key_value_heads, config.num_hidden_layers) == (32, 2, 1)
+    assert (config.max_position_embeddings, config.rms_norm_eps, config.draft_vocab_size) == (4096, 1e-6, 300)
+    assert config.tie_word_embeddings is False and config.attention_bias is False
+    assert config.fc_norm is True and config.norm_output is True and config.num_aux_hidden_states == 3
