@@ -80,3 +80,52 @@ def kernels(
     from spec.bench.kernels import main
 
     main(only)
+
+
+@bench.command()
+def serve(
+    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to ask. Default: the first that the server lists.")] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file; repeatable. Default: all three."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests to send.")] = 64,
+    concurrency: Annotated[int | None, typer.Option(min=1, max=4096, help="Requests at a time. Default: 8.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests a second, at random gaps, instead of --concurrency.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens for each request, at most.")] = 128,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests sent before, one by one, that do not count.")] = 2,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Default: the server's.")] = None,
+    seed: Seed = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600.0,
+    health_mb: Annotated[
+        int, typer.Option(min=0, max=60, help="Meanwhile have a prompt of this many MB tokenised, and time /health.")
+    ] = 0,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="SPEC_API_KEY")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+) -> None:
+    """Latency, throughput and acceptance of any OpenAI-compatible server. Exit code 1 when a request fails."""
+    from spec.bench import serving
+    from spec.suites import BENCHMARKS
+    from target_model.errors import UserError
+
+    if rate is not None and concurrency is not None:
+        raise UserError("--rate and --concurrency exclude each other: requests come at a rate, or a few at a time")
+    settings = serving.Settings(
+        url=url,
+        model=model,
+        suites=tuple(suite or BENCHMARKS),
+        requests=requests,
+        concurrency=concurrency or 8,
+        rate=rate,
+        tokens=tokens,
+        warm_up=warm_up,
+        temperature=temperature,
+        seed=seed,
+        timeout=timeout,
+        health_mb=health_mb,
+    )
+    if not serving.run(settings, api_key, json):
+        raise typer.Exit(1)
