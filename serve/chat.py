@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from serve.answer import Answer, Delta
 from serve.api_errors import from_exception, from_user_error, parse_body
 from serve.chat_parser import ChatParser, Part
+from serve.draft_tokens import DraftTokens
 from serve.openai_types import ChatRequest
 from serve.prompt import Prompt, chat_prompt, sampling_params
 from serve.request import TokenLogprob
@@ -45,6 +46,7 @@ class _Message:
     def __init__(self, answer: Answer, service: Service, request: ChatRequest):
         self._answer = answer
         self._parser = ChatParser(service.tokenizer, request.mode, request.offered_tools)
+        self._draft_tokens = DraftTokens() if request.draft_tokens else None
         self.finish_reason: str | None = None
         self.pending_logprobs: list[TokenLogprob] = []
 
@@ -52,6 +54,8 @@ class _Message:
         parts = self._parser.take(delta.segments)
         self._answer.counts.reasoning += self._parser.count_reasoning(delta.token_ids)
         self.pending_logprobs += delta.logprobs
+        if self._draft_tokens is not None:
+            self._draft_tokens.add(delta)
         if delta.finish_reason is not None:
             # A call that the length or a stop string cut is left as it is, even if its JSON is open.
             done = self._answer.ended_by_token
@@ -62,6 +66,13 @@ class _Message:
     def take_logprobs(self) -> list[TokenLogprob]:
         entries, self.pending_logprobs = self.pending_logprobs, []
         return entries
+
+    def take_draft_tokens(self, part: dict[str, Any], last: bool) -> dict[str, Any]:
+        """The field of a chunk that says which tokens were drafted, if it was asked for."""
+        if self._draft_tokens is None:
+            return {}
+        text = part.get("content", "") + part.get("reasoning_content", "")
+        return {"draft_tokens": self._draft_tokens.take(text, last)}
 
 
 class _Call:
@@ -100,6 +111,7 @@ class _Call:
             entries = messages[index].take_logprobs()
             logprobs = chat_logprobs(entries, self.service.tokenizer) if request.logprobs and entries else None
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            choice |= messages[index].take_draft_tokens(delta, finish_reason is not None)
             return event({**frame, "choices": [choice]})
 
         try:

@@ -203,11 +203,16 @@ class ChatRequest(SamplingFields):
     store: Literal[False] | None = None
     thinking_mode: Literal["enabled", "disabled", "adaptive"] | None = None  # ours
     chat_template_kwargs: TemplateOptions | None = None
+    draft_tokens: bool = False  # ours: every choice of a stream's chunks has `draft_tokens`, see serve/draft_tokens.py
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs true")
+        if self.draft_tokens and not self.stream:
+            raise ValueError("draft_tokens: only with stream true")
+        if self.draft_tokens and self.offered_tools:
+            raise ValueError("draft_tokens: not together with tools, whose calls are not the model's own text")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise ValueError("max_completion_tokens: differs from max_tokens, send one of them")
