@@ -16,8 +16,8 @@ from serve.service import Settings
 
 logger = logging.getLogger("serve.access")
 
-# Asked for by load balancers and scrapers, which carry no key.
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/metrics"})
+# Asked for by load balancers and scrapers, which carry no key, and the page, which asks its reader for one.
+OPEN_PATHS = frozenset({"/", "/health", "/health/ready", "/metrics"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 

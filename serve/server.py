@@ -25,6 +25,7 @@ from serve.load import Description, load_engine, usable_context
 from serve.metrics import Metrics
 from serve.middleware import Gate
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
+from serve.page import add_page
 from serve.prompt import render
 from serve.service import Service, Settings
 from serve.tree import TreeConfig
@@ -168,6 +169,7 @@ def create_app(service: Service) -> FastAPI:
     _add_completions(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
+    add_page(app)
     return app
 
 
@@ -268,7 +270,7 @@ def greeting(service: Service, description: Description, listener: socket.socket
     return "\n".join(
         [
             *description.lines,
-            f"serving {service.model} at {url}/v1",
+            f"serving {service.model} at {url}/v1, a page to chat at {url}/",
             "",
             f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n  -d '{body}'",
             "",
