@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from draft_model.checkpoint import load_draft
+from draft_model.checkpoint import load_draft, save_draft
 from draft_model.export import Verifier, export_draft
 from draft_model.importing import TargetParts, describe, read_draft
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
+from tests.draft_model.drafts import random_draft
 from tests.spec.test_cli import call
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -164,6 +165,15 @@ def test_speculators_and_vllm_disagree_about_an_absent_switch(tmp_path):
     with pytest.raises(UserError, match="--no-norm-before-residual"):
         read_draft(directory)
     assert read_draft(directory, norm_before_residual=False).config.norm_before_residual is False
+
+
+def test_sizes_that_a_config_leaves_out_follow_from_the_tensors(tmp_path):
+    draft = random_draft(head_dim=32, target_hidden_size=48, draft_vocab_size=100)
+    save_draft(draft, tmp_path / "draft")
+    path = tmp_path / "draft" / "config.json"
+    dropped = ("head_dim", "target_hidden_size", "draft_vocab_size", "fc_norm")
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in dropped}))
+    assert read_draft(tmp_path / "draft", layer_ids="entering").config == draft.config
 
 
 def test_a_missing_t2d_follows_from_d2t(tmp_path):
