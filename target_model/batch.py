@@ -71,13 +71,15 @@ class Batch:
         starts: Sequence[int],
         block_tables: Sequence[Sequence[int]],
     ) -> "Batch":
-        """Chunks of consecutive tokens: sequence r brings `token_ids[r]` for positions (and slots) from `starts[r]` on."""
+        """Chunks of consecutive tokens: sequence r brings `token_ids[r]` for slots (and positions) from `starts[r]`."""
         positions = [start + i for start, ids in zip(starts, token_ids, strict=True) for i in range(len(ids))]
         return Batch.build(page_size, device, token_ids, starts, block_tables, positions, positions, None)
 
     @staticmethod
     def whole(page_size: int, token_ids_RS: Tensor) -> "Batch":
-        """R sequences of S tokens from position 0 on, each in its own consecutive pages; made without leaving the device."""
+        """R sequences of S tokens from position 0 on, each in its own consecutive pages; made without leaving the
+        device.
+        """
         sequences, length = token_ids_RS.shape
         device = token_ids_RS.device
         pages = -(-length // page_size)

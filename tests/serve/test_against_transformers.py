@@ -1,4 +1,6 @@
-"""The served text of the bundled pair is what the transformers package generates from the same checkpoint, token for token."""
+"""The served text of the bundled pair is what the transformers package generates from the same checkpoint, token for
+token.
+"""
 
 import pytest
 import torch

@@ -79,7 +79,7 @@ def test_images_equal_the_qwen_processor(size: tuple[int, int]):
 
 @pytest.mark.parametrize("size", [(336, 336), (100, 80), (1000, 700)])
 def test_equal_to_the_torchvision_processors(size: tuple[int, int]):
-    """Transformers' own processors of this model, where torchvision is installed. It rounds resized pixels otherwise."""
+    """Transformers' own processors, where torchvision is installed. It rounds resized pixels differently."""
     pytest.importorskip("torchvision")
     from transformers.models.minimax_m3_vl import MiniMaxM3VLImageProcessor, MiniMaxM3VLVideoProcessor
 
