@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 import torch
 
+from serve.budget import OFF
 from serve.engine import Engine
 from serve.pages import PageAllocator, prefix_keys
 from serve.request import ImageSpan, Request, SamplingParams, Sequence
@@ -94,6 +95,22 @@ def test_the_draft_continues_with_the_taps_kept_with_the_page(target):
     ((_, _, sequence),) = fresh.scheduler.running
     torch.testing.assert_close(states[0][0], sequence.root_state, atol=1e-4, rtol=0)
     torch.testing.assert_close(states[0][1], fresh.runner.cache.draft_k[sequence.pages[2], 0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("prompt_length", [16, 19])
+def test_a_page_is_offered_when_the_draft_has_followed(target, prompt_length):
+    """An answer without drafts leaves the draft behind, also at the end of a page: what the target alone has filled is
+    of no use to others yet.
+    """
+    engine = make(target)
+    engine.tree = OFF
+    prompt = tokens(prompt_length)
+    answer = ask(engine, prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)).token_ids
+    engine.tree = TREE
+    following = prompt + answer + tokens(9, seed=4)
+    warm = ask(engine, following)
+    assert warm.cached_tokens == (prompt_length - 1) // 8 * 8
+    assert trace(warm) == trace(ask(make(target), following))
 
 
 def test_a_conversation_reuses_its_own_answer(target):
