@@ -70,6 +70,9 @@ class OptimizerConfig(_Section):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
     clip: float = Field(1.0, gt=0)
+    skip_limit: int = Field(
+        10, ge=1, description="skipped batches in a row (loss or gradient not finite) that end a run"
+    )
 
 
 class ScheduleConfig(_Section):
@@ -91,6 +94,13 @@ class ScheduleConfig(_Section):
 class FeatureConfig(_Section):
     cache: bool = Field(False, description="keep captured features in memory, so that later epochs need no target")
     capture_rows: int = Field(16, ge=1, description="rows in one forward pass of the target")
+    store: str | None = Field(None, description="directory that `spec capture` filled: rows and features come from it")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "FeatureConfig":
+        if self.cache and self.store is not None:
+            raise ValueError("cache keeps what is captured online, a store needs none: set one of the two")
+        return self
 
 
 class EngineConfig(_Section):

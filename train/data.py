@@ -5,6 +5,7 @@ split or truncated.
 """
 
 import gzip
+import itertools
 import json
 import lzma
 from collections import Counter
@@ -108,6 +109,15 @@ def load_rows(config: DataConfig, tokenizer: Tokenizer, seed: int) -> TrainingRo
     return TrainingRows(*_lay_out(bins, config.sequence_length), dropped, read)
 
 
+def read_document(config: DataConfig, tokenizer: Tokenizer, number: int) -> tuple[Document | None, str]:
+    """Row `number` (from 1) of the data before it is cut, or None and the reason why it is dropped."""
+    paths = [config.path] if isinstance(config.path, str) else config.path
+    for raw, where in itertools.islice(_read(paths, None), number - 1, None):
+        dropped: Counter = Counter()
+        return _tokenise(raw, where, tokenizer, config, dropped), ", ".join(dropped)
+    raise UserError(f"{', '.join(paths)} has no row {number}")
+
+
 def _read(paths: Iterable[str], limit: int | None) -> Iterator[tuple[dict[str, Any], str]]:
     count = 0
     for name in paths:
@@ -173,7 +183,7 @@ def _tokenise(
 
 
 def _tokenised(raw: dict[str, Any], where: str, vocab_size: int) -> Document:
-    """A row with the very ids that the target produced, from `answer_start` on: `spec regenerate` writes such rows."""
+    """A row with the very ids that the target produced, from `answer_start` on, as `spec data regenerate` writes it."""
     ids, start = raw["token_ids"], raw.get("answer_start")
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise UserError(f"{where}: token_ids must be a list of integers below {vocab_size}, the tokenizer's size")

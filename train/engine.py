@@ -26,6 +26,7 @@ from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
 from train.config import TrainConfig
 from train.features import Features
+from train.finite import FiniteAdamW
 from train.loss import LossSettings, StepSums, Teacher, ttt_loss
 from train.ttt import AttentionKind, unroll, valid_rows
 
@@ -111,7 +112,7 @@ class DraftEngine:
         loss = LossSettings(config.loss.kind, config.loss.eta, config.loss.chunk_elements)
         module = DraftStep(draft, config.ttt.steps, config.ttt.attention, loss, config.engine.compile)
         trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
+        self.optimizer = FiniteAdamW(
             trained,
             lr=config.optimizer.lr,
             betas=tuple(config.optimizer.betas),
@@ -120,27 +121,34 @@ class DraftEngine:
         )
         self.draft_config, self.dtype, self.teacher = draft.config, dtype, teacher
         self.engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, model_parameters=trained, config=deepspeed_json(config, dtype)
+            model=module, optimizer=self.optimizer, model_parameters=trained, config=deepspeed_json(config, dtype)
         )
         # DeepSpeed averages over micro batches and ranks; our row weights are already those of the whole step.
         self._undo_average = self.engine.gradient_accumulation_steps() * self.engine.world_size
 
-    def step(self, micro_batches: list[Features], weights: Tensor, rate: float) -> StepSums:
-        """Forward and backward over the micro batches of one optimizer step, then the update. Sums are this rank's."""
+    def step(self, micro_batches: list[Features], weights: Tensor, rate: float) -> StepSums | None:
+        """Forward and backward over the micro batches of one optimizer step, then the update. Sums are this rank's.
+
+        None, on all ranks together, if a loss or gradient of any of them was not finite: then nothing is updated.
+        """
+        self.optimizer.start_step()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
         total: StepSums | None = None
         for features in micro_batches:
             loss, sums = self.engine(features, self.teacher, weights)
+            self.optimizer.watch(loss)
             self.engine.backward(loss * self._undo_average)
             self.engine.step()
             total = sums if total is None else total + sums
-        return total
+        return total if self.optimizer.updated else None
 
     def grad_norm(self) -> float | None:
-        """Gradient norm of the last step before clipping; None where DeepSpeed does not keep it (fp32 at ZeRO 0)."""
+        """Gradient norm of the last step before clipping; None where DeepSpeed does not keep it (fp32 at ZeRO 0), and
+        after a skipped step.
+        """
         norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
+        return float(norm) if norm is not None and self.optimizer.updated else None
 
     def export(self) -> Eagle3Draft:
         """A frozen copy of the draft on this device, in the compute dtype. All ranks call it together."""

@@ -45,6 +45,26 @@ def document_positions(documents: np.ndarray) -> np.ndarray:
     return index - np.maximum.accumulate(np.where(first, index, 0), axis=-1)
 
 
+def row_features(rows: TrainingRows, valid: np.ndarray, indices: np.ndarray, device: torch.device) -> Features:
+    """The rows `indices`, cut to the longest of them, still without taps and states; `valid`: valid steps [N, S]."""
+    documents = rows.documents[indices]
+    width = int((documents > 0).sum(-1).max())
+    documents = documents[:, :width]
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device, non_blocking=True)
+
+    return Features(
+        token_ids=tensor(rows.token_ids[indices, :width]),
+        documents=tensor(documents),
+        positions=tensor(document_positions(documents)),
+        valid_steps=tensor(valid[indices, :width]),
+        aux=torch.empty(0),
+        final_state=torch.empty(0),
+        packed=bool(documents.max() > 1),
+    )
+
+
 class OnlineCapture:
     """Runs the frozen target in this process and hands out its features.
 
@@ -67,26 +87,13 @@ class OnlineCapture:
         self.valid_steps = valid_steps(rows.documents, rows.spans, steps)
         self._cache: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
         self._lengths = (rows.documents > 0).sum(-1)
-        self._packed = rows.documents.max(-1) > 1
         self.device = target.embed_tokens.weight.device
 
     def features(self, indices: np.ndarray) -> Features:
         """The rows `indices`, cut to the longest of them."""
-        width = int(self._lengths[indices].max())
+        partial = row_features(self.rows, self.valid_steps, indices, self.device)
+        width = partial.token_ids.shape[1]
         documents = self.rows.documents[indices, :width]
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
-
-        partial = Features(
-            token_ids=tensor(self.rows.token_ids[indices, :width]),
-            documents=tensor(documents),
-            positions=tensor(document_positions(documents)),
-            valid_steps=tensor(self.valid_steps[indices, :width]),
-            aux=torch.empty(0),
-            final_state=torch.empty(0),
-            packed=bool(self._packed[indices].any()),
-        )
         if self._cache is None:
             final, aux = self._capture(partial.token_ids, documents)
             return replace(partial, aux=aux, final_state=final)

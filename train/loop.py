@@ -1,6 +1,5 @@
 """The training loop: capture, step, log, judge, save."""
 
-import math
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from target_model.errors import UserError
 from target_model.model import TargetModel
 from target_model.resolve import known_targets, resolve_target
 from target_model.tokenizer import load_tokenizer
+from train.capture import run_taps
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.engine import DraftEngine, resolve_device, start_processes
@@ -30,6 +30,8 @@ from train.progress import ProgressDisplay
 from train.regression import start_from_regression
 from train.run import RunFolder
 from train.schedule import DataOrder, learning_rate, total_steps
+from train.store import FeatureStore, identity
+from train.window import LogWindow, reduce_sums
 
 Judge = Callable[[Eagle3Draft], dict[str, Any]]
 
@@ -63,11 +65,15 @@ def train(
     tokenizer = load_tokenizer(resolved.path)
     with ProgressDisplay(config, enabled=progress and rank == 0) as display:
         display.stage("reading data")
-        rows = load_rows(config.data, tokenizer, config.seed)
+        store = None if config.features.store is None else FeatureStore(config.features.store)
+        if store is not None:
+            wanted = identity(resolved, tokenizer, run_taps(config, resolved), config.data)
+            store.prepare(wanted, config.ttt.steps, device, dtype)
+        rows = load_rows(config.data, tokenizer, config.seed) if store is None else store.rows
         display.note(rows.summary())
         display.stage("loading target")
         target = load_target(config.target, dtype=dtype, device=device)
-        run = _Run(config, target, rows, rank, world, dtype)
+        run = _Run(config, target, rows, store, rank, world, dtype)
         try:
             return run.execute(judge, display, stop_after)
         finally:
@@ -78,7 +84,14 @@ class _Run:
     """State of a run in this process."""
 
     def __init__(
-        self, config: TrainConfig, target: TargetModel, rows: TrainingRows, rank: int, world: int, dtype: torch.dtype
+        self,
+        config: TrainConfig,
+        target: TargetModel,
+        rows: TrainingRows,
+        store: FeatureStore | None,
+        rank: int,
+        world: int,
+        dtype: torch.dtype,
     ):
         self.config, self.rank, self.world = config, rank, world
         self.device, self.dtype = target.device, dtype
@@ -86,7 +99,7 @@ class _Run:
         self.total = total_steps(config.schedule, len(rows), rows.tokens, self.per_rank * world)
         self.order = DataOrder(len(rows), self.per_rank * world, config.seed)
         draft = self._initial_draft(target, rows)
-        self.capture = OnlineCapture(
+        self.capture = store or OnlineCapture(
             target,
             rows,
             draft.config.taps,
@@ -106,6 +119,8 @@ class _Run:
         self.engine = DraftEngine(draft, teacher, config, dtype)
         self.best: dict[str, Any] | None = None
         self.tokens = 0
+        # Optimizer steps left out because something was not finite: in all, and since the last good one.
+        self.skipped = self.skipped_in_a_row = 0
 
     def _initial_draft(self, target: TargetModel, rows: TrainingRows) -> Eagle3Draft:
         settings = self.config.draft
@@ -130,16 +145,17 @@ class _Run:
             self.folder.write_record(step=0, total_steps=self.total, best=None)
         end = self.total if stop_after is None else min(self.total, stop_after)
         tracker = _tracker(self.config, self.rank)
-        window, metrics = _Window(), {}
+        window, metrics = LogWindow(), {}
         display.start(step, self.total)
         while step < end:
             sums, tokens = self._step(step)
             step += 1
             self.tokens += tokens
+            self._count_skipped(step, sums)
             window.add(sums, tokens)
             if step % self.config.log.every == 0 or step == end:
                 metrics = self._log(step, window, tracker)
-                window = _Window()
+                window = LogWindow()
             display.advance(step, metrics, self.tokens)
             if self._due(step, self.config.eval.every, end == self.total):
                 self._judge(step, judge, display, tracker)
@@ -157,12 +173,23 @@ class _Run:
             return 0
         state = self.engine.load(self.checkpoint)
         self.best, self.tokens = state["best"], state["tokens"]
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         if self.rank == 0:
             self.folder.cut_log(state["step"])
         return state["step"]
 
-    def _step(self, step: int) -> tuple[StepSums, int]:
-        """One optimizer step; the tokens are those of all ranks."""
+    def _count_skipped(self, step: int, sums: StepSums | None) -> None:
+        """A bad batch is left out; many in a row mean that the run itself has gone wrong."""
+        self.skipped += sums is None
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if sums is None else 0
+        if self.skipped_in_a_row >= self.config.optimizer.skip_limit:
+            raise UserError(
+                f"loss or gradient is not finite at step {step}: lower optimizer.lr (now {self.config.optimizer.lr}); "
+                f"{self.skipped_in_a_row} steps in a row were skipped"
+            )
+
+    def _step(self, step: int) -> tuple[StepSums | None, int]:
+        """One optimizer step, None if it was skipped as not finite; the tokens are those of all ranks."""
         batch = self.order.batch(step)
         steps = self.config.ttt.steps
         # Every rank knows the whole step's rows, so the normalisers need no communication.
@@ -175,17 +202,15 @@ class _Run:
         sums = self.engine.step(micro, weights, learning_rate(step, self.total, total[1], total[0]))
         return sums, int(self.row_tokens[batch].sum())
 
-    def _log(self, step: int, window: "_Window", tracker) -> dict[str, Any]:
-        sums = _reduce(window.sums, self.world)
-        metrics = sums.metrics()
-        counts = sums.rows
-        metrics["loss"] = float((sums.loss * step_weights(counts, self.config.ttt.decay).double()).sum())
-        if not math.isfinite(metrics["loss"]):
-            raise UserError(
-                f"the loss is not finite at step {step}: lower optimizer.lr (now {self.config.optimizer.lr})"
-            )
+    def _log(self, step: int, window: "LogWindow", tracker) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        if window.sums is not None:
+            sums = reduce_sums(window.sums, self.world)
+            metrics = sums.metrics()
+            metrics["loss"] = float((sums.loss * step_weights(sums.rows, self.config.ttt.decay).double()).sum())
         metrics |= {
             "step": step,
+            "skipped": self.skipped,
             "lr": learning_rate(step - 1, self.total, self.config.optimizer.lr, self.config.schedule),
             "grad_norm": self.engine.grad_norm(),
             "tokens": self.tokens,
@@ -220,33 +245,18 @@ class _Run:
         self.best = _from_rank_zero(self.best)
 
     def _save(self, step: int) -> None:
-        state = {"step": step, "tokens": self.tokens, "best": self.best}
+        state = {
+            "step": step,
+            "tokens": self.tokens,
+            "best": self.best,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
         if not (self.folder.state / f"step-{step:08d}").exists():
             self.engine.save(self.folder.state, step, state)
         if self.rank == 0:
             self.folder.write_record(step=step, total_steps=self.total, best=self.best)
             self.folder.prune()
-
-
-class _Window:
-    """Sums since the last log line."""
-
-    def __init__(self) -> None:
-        self.sums: StepSums | None = None
-        self.tokens = 0
-        self.started = time.perf_counter()
-
-    def add(self, sums: StepSums, tokens: int) -> None:
-        self.sums = sums if self.sums is None else self.sums + sums
-        self.tokens += tokens
-
-
-def _reduce(sums: StepSums, world: int) -> StepSums:
-    if world == 1:
-        return sums
-    stacked = torch.stack(sums.tensors())
-    torch.distributed.all_reduce(stacked)
-    return StepSums(*stacked)
 
 
 def _from_rank_zero(value: Any) -> Any:

@@ -47,7 +47,7 @@ class ProgressDisplay:
 
     def advance(self, step: int, metrics: dict[str, Any], tokens: int) -> None:
         numbers = ""
-        if metrics:
+        if "loss" in metrics:
             numbers = (
                 f"loss {metrics['loss']:.3f}  tau_sim {metrics['tau_sim']:.2f}  "
                 f"{metrics['tokens_per_second']:,.0f} tokens/s  {tokens / 1e6:.2f} M tokens"
