@@ -11,6 +11,7 @@ import typer
 
 from spec import __version__
 from spec.commands.bench import bench
+from spec.commands.chat import chat
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
 from spec.commands.export import export
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(serve)
+app.command()(chat)
 app.command()(demo)
 app.command()(regenerate)
 app.command()(inspect)
