@@ -11,14 +11,15 @@ import typer
 
 from spec import __version__
 from spec.commands.bench import bench
-from spec.commands.chat import chat
+from spec.commands.capture import capture
+from spec.commands.data import data
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
 from spec.commands.export import export
 from spec.commands.import_draft import import_draft
 from spec.commands.inspect import inspect
 from spec.commands.quantize import quantize
-from spec.commands.regenerate import regenerate
+from spec.commands.runs import runs
 from spec.commands.serve import serve
 from spec.commands.train import train
 from target_model.errors import UserError
@@ -32,15 +33,16 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(train)
+app.command()(capture)
+app.command()(runs)
 app.command()(serve)
-app.command()(chat)
 app.command()(demo)
-app.command()(regenerate)
 app.command()(inspect)
 app.command()(quantize)
 app.command()(export)
 app.command(name="import")(import_draft)
 app.command()(doctor)
+app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
 

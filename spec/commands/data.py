@@ -1,4 +1,4 @@
-"""`spec regenerate`: training data whose answers are the target's own."""
+"""`spec data ...`: training data shown as it is trained on, and rewritten with the target's own answers."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,29 @@ import typer
 
 from spec.commands.options import Device, Draft, Seed, Target, draft_name
 
+data = typer.Typer(no_args_is_help=True, help="Show and make training data.")
 
+
+@data.command()
+def show(
+    file: Annotated[str, typer.Argument(help="JSONL file (also .xz, .gz) or bundled:demo.")],
+    row: Annotated[int, typer.Option(min=1, help="Row of the file, from 1.")] = 1,
+    rows_table: Annotated[
+        bool, typer.Option("--rows-table", help="Also list the (feature, input, label) rows.")
+    ] = False,
+    target: Target = "m3-tiny",
+    thinking: Annotated[str, typer.Option(help="auto, enabled, disabled or adaptive.")] = "auto",
+    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens of a training row.")] = 512,
+) -> None:
+    """Print one row with its trained tokens coloured, and what the file's other rows come to: kept, dropped and why."""
+    from rich.console import Console
+
+    from spec.conversation import Settings, show
+
+    show(Settings(file, target, row, rows_table, thinking, sequence_length), Console())
+
+
+@data.command()
 def regenerate(
     sources: Annotated[list[str], typer.Argument(help="JSONL files with `messages` (also .xz, .gz).")],
     output: Annotated[Path, typer.Option(help="JSONL file to write; an interrupted one is continued.")],

@@ -1,0 +1,98 @@
+"""`spec data show`, `spec capture` and `spec runs` as a user meets them."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from spec import cli
+from spec.conversation import TRAINED, Settings, coloured, show
+from target_model.resolve import resolve_target
+from target_model.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(resolve_target("m3-tiny").path)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    turns = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cdéf"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": turns[:1]}, {"messages": turns})))
+    return str(path)
+
+
+def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["spec", *arguments])
+    code = 0
+    try:
+        cli.main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_trained_tokens_are_coloured(tokenizer, rows):
+    """Exactly the answer and its end-of-turn token, also a character of several tokens."""
+    from train.config import DataConfig
+    from train.data import read_document
+
+    document, _ = read_document(DataConfig(path=rows), tokenizer, 2)
+    text = coloured(tokenizer, document.token_ids, document.spans)
+    trained = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED]
+    end = tokenizer.decode([tokenizer.eos_ids[0]])
+    assert trained == ["cdéf" + end] and "ab" in text.plain
+    assert text.plain == tokenizer.decode(document.token_ids.tolist())
+    twice = coloured(tokenizer, np.array([65, 66, 67]), np.array([1, 0, 2]))
+    assert [span.style for span in twice.spans] == [TRAINED, "dim", TRAINED]
+
+
+def test_rows_and_drops_are_shown(tokenizer, rows):
+    output = io.StringIO()
+    show(Settings(rows, "m3-tiny", row=2, table=True), Console(file=output, width=120))
+    lines = output.getvalue().splitlines()
+    listed = [line.split() for line in lines if line.strip()[:1].isdigit() and "documents" not in line]
+    count = next(int(line.split("(coloured), ")[1].split()[0]) for line in lines if "(coloured)" in line)
+    assert len(listed) == count >= 3
+    assert all(int(row[0]) + 1 == int(row[3]) for row in listed)  # row p reads the token at p + 1
+    assert lines[-1].endswith("dropped: 1 without an assistant turn")
+    output.truncate(0)
+    show(Settings(rows, "m3-tiny", row=1), Console(file=output, width=120))
+    assert "row 1 is left out: without an assistant turn" in output.getvalue()
+
+
+def test_commands(monkeypatch, capsys, tmp_path, rows):
+    code, out, _ = call(monkeypatch, capsys, "data", "show", rows, "--row", "2")
+    assert code == 0 and "cdéf" in out
+    code, _, err = call(monkeypatch, capsys, "data", "show", rows, "--row", "3")
+    assert code == 2 and err.endswith("rows.jsonl has no row 3\n")
+    code, _, err = call(monkeypatch, capsys, "regenerate", rows)
+    assert code == 2 and "regenerate" in err
+    store = tmp_path / "store"
+    arguments = ["capture", "--config", "demo", f"data.path={rows}", "--output", str(store)]
+    code, out, _ = call(monkeypatch, capsys, *arguments, "--plan")
+    assert code == 0 and "GB of them to write" in out and not store.exists()
+    code, out, _ = call(monkeypatch, capsys, *arguments, "--dtype", "fp8")
+    assert code == 0 and f"data.path={rows} features.cache=false features.store={store}" in out
+    code, _, err = call(monkeypatch, capsys, *arguments, "--dtype", "int3")
+    assert code == 2 and "dtype must be one of fp32, bf16, fp8, not 'int3'" in err
+
+
+def test_runs_are_listed_best_first(monkeypatch, capsys, tmp_path):
+    for name, al in (("worse", 1.5), ("better", 2.25), ("unjudged", None)):
+        (tmp_path / name / "draft").mkdir(parents=True)
+        (tmp_path / name / "draft" / "config.json").write_text("{}")
+        record = {"name": name, "target": "m3-tiny", "step": 7, "complete": al is not None}
+        record["best"] = None if al is None else {"al": al}
+        (tmp_path / name / "run.json").write_text(json.dumps(record))
+    code, out, _ = call(monkeypatch, capsys, "runs", str(tmp_path))
+    positions = [out.index(name) for name in ("better", "2.25", "worse", "1.50", "unjudged", "not finished")]
+    assert code == 0 and positions == sorted(positions)
+    code, _, err = call(monkeypatch, capsys, "runs", str(tmp_path / "none"))
+    assert code == 2 and "no training run" in err
