@@ -103,6 +103,7 @@ class Answer:
         self.ended_by_token = False  # by the end of text or a stop token: the model itself was done
         self.started = time.perf_counter()
         self.arrivals: list[tuple[float, int]] = []  # time and tokens of each update
+        self.queue_seconds: float | None = None  # None until it has run
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """One delta an update. A stop string drops the request from the engine at once."""
@@ -117,6 +118,8 @@ class Answer:
     def _take(self, update: Update) -> Delta:
         if self.stream.request.choice_index == 0:
             self.counts.cached = update.cached_tokens
+        if update.queue_seconds is not None:
+            self.queue_seconds = update.queue_seconds
         before = self._detokenizer.tokens_in
         released = self._detokenizer.push(update.token_ids)
         taken = self._detokenizer.tokens_in - before

@@ -248,7 +248,8 @@ class Engine:
         logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
         depths = outcome.depths[: len(tokens)]
         cached = sequence.cached_tokens or 0
-        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached)
+        waited = sequence.queue_seconds
+        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached, waited)
 
     @property
     def _eos(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Verify steps that kept a drafted token at a depth.", "position"
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self._queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time per token after the first.", _SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
@@ -80,6 +81,8 @@ class Metrics:
 
     def _observe_times(self, answer: Answer) -> None:
         self._whole.labels(self._model).observe(time.perf_counter() - answer.started)
+        if answer.queue_seconds is not None:
+            self._queued.labels(self._model).observe(answer.queue_seconds)
         before = answer.started
         for index, (arrived, tokens) in enumerate(answer.arrivals):
             if index == 0:

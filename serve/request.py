@@ -2,6 +2,7 @@
 
 import math
 import secrets
+import time
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -121,7 +122,8 @@ class Update:
     accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill)
     token. finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that
     ended it, which is not among token_ids. `step` is None for the token that comes from prefill. cached_tokens is how
-    many prompt tokens were found in the cache instead of computed.
+    many prompt tokens were found in the cache instead of computed, queue_seconds how long the request waited before it
+    first ran.
     """
 
     id: str
@@ -132,6 +134,7 @@ class Update:
     stop_token: int | None = None
     step: StepRecord | None = None
     cached_tokens: int = 0
+    queue_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,9 @@ class Sequence:
         self.prompt_length = len(request.prompt_ids)
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.page_keys: list[bytes] = []
-        self.cached_tokens: int | None = None  # None until it is first admitted
+        self.queued = time.perf_counter()
+        self.queue_seconds: float | None = None  # None until it is first admitted
+        self.cached_tokens: int | None = None  # as well
         self.restart([], 0)
 
     def restart(self, pages: list[int], computed: int) -> None:

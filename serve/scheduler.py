@@ -3,6 +3,7 @@
 Prefixes that some sequence has computed before are taken from the cache, page by page.
 """
 
+import time
 from dataclasses import dataclass, field
 
 from serve.pages import PageAllocator, prefix_keys
@@ -128,6 +129,7 @@ class Scheduler:
             return False
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.computed
+            sequence.queue_seconds = time.perf_counter() - sequence.queued
             self.cached_tokens += sequence.computed
         return True
 
