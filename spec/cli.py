@@ -12,6 +12,7 @@ import typer
 from spec import __version__
 from spec.commands.bench import bench
 from spec.commands.capture import capture
+from spec.commands.chat import chat
 from spec.commands.data import data
 from spec.commands.demo import demo
 from spec.commands.doctor import doctor
@@ -36,6 +37,7 @@ app.command()(train)
 app.command()(capture)
 app.command()(runs)
 app.command()(serve)
+app.command()(chat)
 app.command()(demo)
 app.command()(inspect)
 app.command()(quantize)
