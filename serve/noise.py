@@ -20,8 +20,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     broadcast together.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    rounds = torch.arange(10, device=key[0].device)
+    keys = [((word[..., None] + rounds * weyl) & _MASK).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)]
+    for k0, k1 in zip(*keys, strict=True):
         # int64 products wrap; the low 64 bits are still right, and the mask undoes the sign of the shift.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
@@ -30,7 +31,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
             ((product0 >> 32) & _MASK) ^ c3 ^ k1,
             product0 & _MASK,
         )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 

@@ -13,9 +13,10 @@ from target_model.errors import UserError
 TREE = Tree(tokens=[10, 11, 12, 13, 14, 15], parents=[-1, 0, 0, 1, 2, 2])
 
 
-def test_depths_ancestors_paths():
+def test_depths_ancestors_candidates_paths():
     assert TREE.depths() == [0, 1, 1, 2, 2, 2]
     assert TREE.ancestors() == [0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101]
+    assert TREE.candidates() == [[11, 12], [13], [14, 15], [], [], []]
     assert TREE.paths() == [(), (11,), (12,), (11, 13), (12, 14), (12, 15)]
 
 
