@@ -103,6 +103,8 @@ class Remote:
                 except ServerError as error:
                     if not optional or not ours or turn.tokens or not str(error).startswith(("400", "422")):
                         raise
+                except (AttributeError, KeyError, TypeError) as error:
+                    raise ServerError(f"a chunk of the stream is not OpenAI's: {error!r}") from None
 
     def _body(self, messages: list[dict[str, str]], ours: bool) -> dict[str, Any]:
         sampling = self._sampling

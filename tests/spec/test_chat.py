@@ -2,7 +2,10 @@
 
 import io
 import json
+import signal
+import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -108,6 +111,41 @@ def test_a_crash_of_the_server_ends_the_answer():
     with serving(service(FakeEngine(lambda request: [50], fail_after=2))) as url:
         shown = talk(Remote(url, None, None, Sampling()), "one")
     assert "the engine has crashed" in shown
+
+
+def test_a_chunk_that_is_no_chunk_is_one_line(monkeypatch):
+    def answer(request):
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": [{"id": "other"}]})
+        return httpx.Response(200, text='data: {"choices": [1]}\n\ndata: [DONE]\n\n')
+
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(
+        spec.chat, "connect", lambda *_: httpx.AsyncClient(transport=transport, base_url="http://other")
+    )
+    assert "is not OpenAI's" in talk(Remote("http://other", None, None, Sampling()), "one")
+
+
+def test_ctrl_c_stops_the_answer_and_nothing_else():
+    made = service(FakeEngine(lambda request: [50], seconds=0.01, context=100_000))
+    with serving(made) as url:
+        command = [sys.executable, "-m", "spec.cli", "chat", "--url", url, "--tokens", "50000"]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(command, text=True, bufsize=1, **pipes) as process:
+            for asked in (1, 2):
+                process.stdin.write("Go on\n")
+                deadline = time.monotonic() + 60
+                while len(made.engine.engine.seen) < asked or not made.engine.engine.steps:
+                    assert time.monotonic() < deadline and process.poll() is None
+                    time.sleep(0.01)
+                time.sleep(0.3)  # some of it is on the screen
+                process.send_signal(signal.SIGINT)
+                while made.engine.engine.requests:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+            out, err = process.communicate("/quit\n", timeout=60)
+    assert process.returncode == 0 and err == ""
+    assert out.count("\nstopped\n") == 2
 
 
 def test_the_local_engine_says_what_plain_decoding_says():
