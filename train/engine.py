@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,10 @@ class DraftEngine:
         path, state = self.engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         if path is None:
             raise UserError(f"checkpoint {checkpoint} cannot be read")
+        if self.teacher.kept_ids is not None:
+            # The draft's vocabulary is now the checkpoint's, whatever the fresh draft chose: its teacher follows.
+            places = torch.arange(len(self.teacher.kept_ids), device=self.teacher.kept_ids.device)
+            self.teacher = replace(self.teacher, kept_ids=self.engine.module.draft.target_ids(places))
         return state
 
     def close(self) -> None:

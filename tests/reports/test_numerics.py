@@ -2,8 +2,8 @@
 
 Reports R17 (mean over zero supervised tokens) and R22 (a mask without effect in one attention backend). Also tried, of
 the same kind: a micro batch without a counting row beside a full one, an optimizer window of them alone, data of
-nothing else, padding on the left and on the right, other batch sizes. Every state against its definition, both backends,
-and what a perturbed token may reach are in tests/train/test_ttt.py; numbers that are not finite in
+nothing else, padding on the left and on the right, other batch sizes. Every state against its definition, both
+backends, and what a perturbed token may reach are in tests/train/test_ttt.py; numbers that are not finite in
 tests/train/test_finite.py.
 """
 

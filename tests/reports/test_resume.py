@@ -62,7 +62,7 @@ def assert_same(first, second):
     ("stage", "dtype", "accumulate"), [(0, "float32", 1), (1, "float32", 3), (2, "float32", 1), (2, "bfloat16", 3)]
 )
 def test_r12_r20_two_parts_are_the_whole(settings, monkeypatch, stage, dtype, accumulate):
-    """Cut inside warm-up; the second process makes its fresh draft from another seed, and nothing of that may remain."""
+    """Cut inside warm-up; the second process starts from another fresh draft and map, of which nothing may remain."""
     engine = {"zero_stage": stage, "dtype": dtype, "accumulate": accumulate}
     straight = train(settings("straight", engine=engine), progress=False)
     rates = [rate for _, rate, _ in curve(straight)]
