@@ -21,6 +21,7 @@ from target_model.tokenizer import load_tokenizer
 from train.capture import run_taps
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
+from train.ends import load_ends
 from train.engine import DraftEngine, resolve_device, start_processes
 from train.features import OnlineCapture
 from train.initialise import new_draft, set_trainable
@@ -72,7 +73,10 @@ def train(
         rows = load_rows(config.data, tokenizer, config.seed) if store is None else store.rows
         display.note(rows.summary())
         display.stage("loading target")
-        target = load_target(config.target, dtype=dtype, device=device)
+        if store is None:
+            target = load_target(config.target, dtype=dtype, device=device)
+        else:
+            target = load_ends(resolved, dtype=dtype, device=device)
         run = _Run(config, target, rows, store, rank, world, dtype)
         try:
             return run.execute(judge, display, stop_after)

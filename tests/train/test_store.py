@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
+from target_model.checkpoint import load_target
 from target_model.errors import UserError
-from target_model.model import TargetModel
-from target_model.resolve import target_config
+from target_model.resolve import resolve_target, target_config
 from train.capture import bytes_per_token, capture_store
 from train.config import parse_config
+from train.ends import load_ends
 from train.loop import train
 from train.store import FeatureStore, dequantise, fingerprint, quantise, shard_name
 
@@ -53,11 +54,19 @@ def test_the_same_loss_curve_as_online(settings, tmp_path, monkeypatch):
     directory = str(tmp_path / "store")
     captured = capture(settings(), directory)
     online = train(settings("online"), progress=False)
-    monkeypatch.setattr(TargetModel, "capture", lambda *_: pytest.fail("the target ran"))
+    monkeypatch.setattr("train.loop.load_target", lambda *_, **__: pytest.fail("the whole target was loaded"))
     offline = train(settings("offline", directory), progress=False)
     assert captured.refused == 0 and captured.rows >= 5
     assert losses(offline) == pytest.approx(losses(online), abs=1e-5, rel=0)
     assert len(set(losses(online))) == 8
+
+
+def test_the_ends_are_those_of_the_whole_target():
+    whole = load_target("m3-tiny")
+    ends = load_ends(resolve_target("m3-tiny"), dtype=torch.float32, device=torch.device("cpu"))
+    for name in ("embed_tokens.weight", "norm.scale", "lm_head.weight"):
+        assert torch.equal(ends.get_parameter(name), whole.get_parameter(name)), name
+    assert all(parameter.is_meta for parameter in ends.layers.parameters())
 
 
 def test_an_interrupted_capture_goes_on(settings, tmp_path, monkeypatch):
