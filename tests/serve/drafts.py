@@ -76,9 +76,9 @@ class ScriptedDrafter(Drafter):
         for depth in range(1, min(shape.depth, limit) + 1):
             truth = coming[depth - 1] if depth <= len(coming) else 0
             guesses = [(truth + 1 + i) % vocab for i in range(shape.width)]
-            hit = self.hit(sequence, depth)
+            hit = self.hit(sequence, depth) and self.rank < shape.width
             if hit:
-                guesses[min(self.rank, shape.width - 1)] = truth
+                guesses[self.rank] = truth
             guesses = guesses[: shape.nodes - len(tree)]
             children = range(len(tree), len(tree) + len(guesses))
             tree.tokens.extend(guesses)

@@ -67,9 +67,19 @@ def run(target, answers, costs: CostTable, agreement: float, shape: TreeConfig |
     return seconds, shapes
 
 
-@pytest.mark.parametrize("agreement", [0.95, 0.5, 0.0])
-@pytest.mark.parametrize(("costs", "together"), [(CHEAP, 1), (CHEAP, 4), (DEAR, 4)], ids=["cheap", "cheap-4", "dear-4"])
+@pytest.mark.parametrize(("costs", "together", "agreement"), [(CHEAP, 4, 0.95), (CHEAP, 4, 0.5), (DEAR, 4, 0.0)])
 def test_not_slower_than_plain_or_the_default(target, answers, costs, together, agreement):
+    check(target, answers, costs, together, agreement)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agreement", [0.95, 0.7, 0.5, 0.3, 0.0])
+@pytest.mark.parametrize(("costs", "together"), [(CHEAP, 1), (CHEAP, 4), (DEAR, 1), (DEAR, 4)])
+def test_more_agreements_and_costs(target, answers, costs, together, agreement):
+    check(target, answers, costs, together, agreement)
+
+
+def check(target, answers, costs, together, agreement) -> None:
     adaptive, shapes = run(target, answers, costs, agreement, None, together)
     fixed = {shape: run(target, answers, costs, agreement, shape, together)[0] for shape in (OFF, DEFAULT)}
     assert adaptive <= 1.05 * min(fixed.values())
@@ -77,7 +87,10 @@ def test_not_slower_than_plain_or_the_default(target, answers, costs, together, 
         assert shapes.count(OFF) > 0.8 * len(shapes)
     if agreement == 0.95 and costs is CHEAP:
         assert adaptive < 0.9 * fixed[DEFAULT]
-    assert run(target, answers, costs, agreement, None, together) == (adaptive, shapes)
+
+
+def test_same_table_same_choices(target, answers):
+    assert run(target, answers, CHEAP, 0.6, None, 8) == run(target, answers, CHEAP, 0.6, None, 8)
 
 
 def test_requests_are_told_apart():
