@@ -135,6 +135,7 @@ class Result:
             "accepted_tokens": accepted if verified else None,
             "drafted_tokens": drafted if verified else None,
             "acceptance_rate": round(accepted / drafted, 4) if verified else None,
+            "verify_steps": self.drafting and self.drafting.steps,
             "acceptance_length": self.drafting and self.drafting.length,
             "health": self.health and self.health.summary(),
         }

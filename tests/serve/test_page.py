@@ -120,9 +120,15 @@ def test_an_answer_is_shaded_by_depth(browser):
         figures = browser.run("return document.querySelector('.figures').textContent")
         steps = made.metrics.totals.steps
         assert f"{len(ids)} tokens" in figures and "tokens/s" in figures
+        own = (len(ids) - 1) // 4  # the last token of each run of four
+        assert f"acceptance length {(len(ids) - 1) / own:.2f}" in figures
         assert f"{made.metrics.totals.accepted} of {steps * DRAFTED} drafted tokens accepted" in figures
         assert browser.run("return document.querySelector('.user').textContent") == "Hello <i>there</i>"
         assert browser.run("return document.querySelectorAll('main b, main i').length") == 0  # text stays text
+        browser.run("new Answer().show({text: '<b>x</b>', depth: 1}, document.querySelector('main'))")
+        assert browser.run("return document.querySelectorAll('main b').length") == 0
+        browser.run("document.querySelector('main').lastChild.remove()")
+        browser.run("document.querySelector('main').lastChild.remove()")
         browser.ask("And then?")
         browser.until("return document.querySelectorAll('.figures').length === 2")
         browser.until(DONE)

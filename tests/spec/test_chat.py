@@ -56,6 +56,7 @@ def test_tokens_have_the_colour_of_their_depth():
         async def answer(self, messages, turn):
             for depth in (0, 1, 2, 9, 0):
                 yield Piece(f"[b]{depth}", depth)
+            yield Piece("\x1b[2J", 0)
 
     shown = talk(Scripted(), "Go", color="truecolor")
     answer = shown[shown.index("ends.") :]
@@ -63,7 +64,8 @@ def test_tokens_have_the_colour_of_their_depth():
     for depth, style in ((1, STYLES[1]), (2, STYLES[2]), (9, STYLES[-1])):
         red, green, blue = (int(style[-6:][place : place + 2], 16) for place in (0, 2, 4))
         assert f"48;2;{red};{green};{blue}m[b]{depth}\x1b[0m" in answer
-    assert "5 tokens" in answer and "acceptance length 4.00" in answer
+    assert "6 tokens" in answer and "acceptance length 2.50" in answer
+    assert "\x1b[2J" not in answer  # only the colours are escape sequences
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("no more")])
