@@ -109,9 +109,7 @@ class Engine:
         self.runner = Runner(target, drafter, cache, rejection=sampling == "rejection", synthetic=synthetic)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()
-        self.scheduler = Scheduler(
-            limits, PageAllocator(pages), config.block_size, salt=salt, drafted=draft is not None
-        )
+        self.scheduler = Scheduler(limits, PageAllocator(pages), config.block_size, salt=salt, drafted=bool(draft))
         self.totals = EngineStats()
         self._sequences: dict[str, Sequence] = {}
 
