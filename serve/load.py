@@ -1,6 +1,7 @@
 """From names to a running engine: target, draft, tokenizer and cache, with a few lines saying what was chosen."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from target_model.images import IMAGE_TOKEN, PixelRules, VisionProcessor
 from target_model.model import TargetModel
 from target_model.resolve import BUNDLED, ResolvedTarget, resolve_target, target_config
 from target_model.tokenizer import Tokenizer, load_tokenizer
+
+# Up to this width an operation is too short to be shared out: waiting threads spin, and on a busy machine that costs
+# several times what they bring.
+SMALL_HIDDEN = 1024
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ def load_engine(
     tokenizer = load_tokenizer(resolved.path)
     chosen = _choose_draft(draft, resolved, dummy)
     model = _load(resolved, target, dummy, dtype=dtype, device=device, language_only=language_only)
+    small = torch.device(device).type == "cpu" and model.config.hidden_size <= SMALL_HIDDEN
+    if small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     processor = _pictures(model, tokenizer, resolved.path)
     draft_model = _load_draft(draft, chosen, model, dtype, device)
     engine = Engine(

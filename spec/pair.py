@@ -1,6 +1,5 @@
 """A target and its draft in this process, and engines over them: for measurements, the demo and the judge."""
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +14,6 @@ from target_model.errors import UserError
 from target_model.format_coverage import check_format_name
 from target_model.model import TargetModel
 from target_model.tokenizer import Tokenizer
-
-# Up to this width an operation is too short to be shared out: waiting threads spin, and on a busy machine that costs
-# several times what they bring.
-SMALL_HIDDEN = 1024
 
 
 @dataclass(frozen=True)
@@ -50,9 +45,6 @@ def load_pair(target: str, draft: str, device: str = "auto") -> Pair:
     """Loads by the names that the command line takes: fp32 on the CPU, bf16 on CUDA."""
     place = choose_device(device)
     engine, tokenizer, about = load_engine(target, draft, device=place, pages=MAX_SCRATCH)
-    small = engine.runner.target.config.hidden_size <= SMALL_HIDDEN
-    if place == "cpu" and small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(about.lines[:2]))
 
 
