@@ -44,7 +44,7 @@ def test_counts_are_the_servers(monkeypatch, capsys, tmp_path):
     assert (line["accepted_tokens"], line["drafted_tokens"]) == (6 * 15, 6 * 5 * DRAFTED)
     assert line["acceptance_rate"] == round(15 / (5 * DRAFTED), 4)
     assert (line["verify_steps"], line["acceptance_length"]) == (6 * 5, 4.0)  # without those of the warm-up
-    assert line["output_tokens_per_second"] == pytest.approx(120 / line["seconds"], rel=0.01)
+    assert line["output_tokens_per_second"] == pytest.approx(120 / line["seconds"], rel=0.1)  # seconds are rounded
     for name in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms"):
         figures = line[name]
         assert 0 < figures["p50"] <= figures["p90"] <= figures["p99"] <= figures["max"]
