@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -260,7 +261,7 @@ def test_sigterm_ends_the_command_with_zero(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         lines = iter(process.stdout.readline, "")
-        url = next(line.split(" at ")[1].strip() for line in lines if line.startswith("serving "))
+        url = next(re.search(r"http:\S+/v1", line)[0] for line in lines if line.startswith("serving "))
         with (
             httpx.Client(timeout=60) as http,
             http.stream("POST", f"{url}/completions", json={**ENDLESS, "max_tokens": 300, "stream": True}) as response,
