@@ -91,7 +91,7 @@ class PagedCache:
 
 
 class TransientCache:
-    """Storage of a single layer that every layer uses in turn: a prefill from position 0 reads no other layer's keys."""
+    """Storage of one layer that every layer uses in turn: a prefill from position 0 reads no other layer's keys."""
 
     def __init__(self, config: M3Config, pages: int, *, dtype: torch.dtype, device: torch.device | str):
         block, heads, dim = config.block_size, config.num_kv_heads, config.head_dim
