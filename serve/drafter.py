@@ -5,7 +5,7 @@ R sequences, W nodes of a depth that are expanded, C children considered per nod
 candidates in a pool.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,18 @@ from serve.sampling import Row, filtered
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Candidates of a growing tree, depth by depth: their target tokens int64 [R, M], the log of the chance that the
+    target chooses the path down to each fp32 [R, M] (-inf: not allowed), and their parents' places int64 [R, M], -1
+    under the root.
+    """
+
+    token_RM: Tensor
+    score_RM: Tensor
+    parent_RM: Tensor
 
 
 class Drafter:
@@ -76,6 +88,17 @@ class Drafter:
         """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth
         d.
         """
+        return self._select(sequences, shape, self.grow(sequences, limits, noise_RDV, shape))
+
+    def frontier(self, level: int, candidates: Pool, shape: TreeConfig) -> Tensor:
+        """Which candidates of this depth are expanded, int64 [R, W]: the best, or those that a static tree names."""
+        count, size = candidates.score_RM.shape
+        if shape.paths:
+            return torch.tensor(shape.layout[level - 1][1], device=candidates.score_RM.device).expand(count, -1)
+        return candidates.score_RM.topk(min(shape.width, size), dim=1).indices
+
+    def grow(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig) -> Pool:
+        """All candidates that `propose` chooses a tree from."""
         depth = min(shape.depth, max(limits))
         self.follow(sequences)
         count, device = len(sequences), self._page_taps.device
@@ -84,25 +107,27 @@ class Drafter:
         score_RW = torch.zeros(count, 1, device=device)
         parent_RW = torch.full((count, 1), -1, device=device)  # index in the pool
         mask_RW = torch.zeros(count, 1, dtype=torch.int64, device=device)  # visible guessed rows
-        tokens, scores, parents, pooled = [], [], [], 0
+        levels, pooled = [], 0
         for level in range(1, depth + 1):
             noise_RV = None if noise_RDV is None else noise_RDV[:, level - 1]
             token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV, shape.width)
             score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > limit_R1, float("-inf"))
-            tokens.append(token_RWC.flatten(1))
-            scores.append(score_RM)
-            parents.append(parent_RW[:, :, None].expand_as(token_RWC).flatten(1))
+            parent_RM = parent_RW[:, :, None].expand_as(token_RWC).flatten(1)
+            candidates = Pool(token_RWC.flatten(1), score_RM, parent_RM)
+            levels.append(candidates)
             if level < depth:
-                children = token_RWC.shape[2]
-                score_RW, best_RW = score_RM.topk(min(shape.width, score_RM.shape[1]), dim=1)
-                origin_RW = best_RW // children
-                token_RW, parent_RW = tokens[-1].gather(1, best_RW), pooled + best_RW
+                best_RW = self.frontier(level, candidates, shape)
+                score_RW, token_RW = score_RM.gather(1, best_RW), candidates.token_RM.gather(1, best_RW)
+                origin_RW, parent_RW = best_RW // token_RWC.shape[2], pooled + best_RW
                 feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
                 mask_RW = mask_RW.gather(1, origin_RW)
                 state_RWH, mask_RW = self._expand(sequences, (level, shape.width), token_RW, feature_RWH, mask_RW)
             pooled += score_RM.shape[1]
-        pool = torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
-        return self._select(sequences, shape.nodes - 1, *pool)
+        return Pool(
+            torch.cat([each.token_RM for each in levels], 1),
+            torch.cat([each.score_RM for each in levels], 1),
+            torch.cat([each.parent_RM for each in levels], 1),
+        )
 
     def _children(
         self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None, width: int
@@ -148,18 +173,21 @@ class Drafter:
         batch = replace(batch, token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
         return self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft()).view_as(feature_RWH), mask_RW
 
-    def _select(
-        self, sequences: list[Sequence], count: int, token_RM: Tensor, score_RM: Tensor, parent_RM: Tensor
-    ) -> list[Tree]:
-        """The best `count` nodes of each pool. A child never scores above its parent and ties go to the earlier entry,
-        so parents come along.
+    def _select(self, sequences: list[Sequence], shape: TreeConfig, pool: Pool) -> list[Tree]:
+        """The best nodes of each pool, or those of a static tree. A child never scores above its parent and ties go to
+        the earlier entry, so parents come along.
         """
-        keep = min(count, score_RM.shape[1])
-        order_RM = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
-        chosen = torch.stack([order_RM, *(pool.gather(1, order_RM) for pool in (token_RM, parent_RM))]).tolist()
-        live = (score_RM.gather(1, order_RM) > float("-inf")).tolist()
+        score_RM = pool.score_RM
+        if shape.paths:
+            place_K = torch.tensor(_places(shape, score_RM.shape[1]), device=score_RM.device)
+            order_RK = place_K.expand(len(sequences), -1)
+        else:
+            keep = min(shape.nodes - 1, score_RM.shape[1])
+            order_RK = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
+        chosen = [order_RK, pool.token_RM.gather(1, order_RK), pool.parent_RM.gather(1, order_RK)]
+        live = (score_RM.gather(1, order_RK) > float("-inf")).tolist()
         trees = []
-        for sequence, order, tokens, parents, alive in zip(sequences, *chosen, live, strict=True):
+        for sequence, order, tokens, parents, alive in zip(sequences, *torch.stack(chosen).tolist(), live, strict=True):
             tree, place = Tree([sequence.token_ids[-1]], [-1]), {-1: 0}
             for index, token, parent, ok in zip(order, tokens, parents, alive, strict=True):
                 if ok:
@@ -168,3 +196,15 @@ class Drafter:
                     tree.parents.append(place[parent])
             trees.append(tree)
         return trees
+
+
+def _places(shape: TreeConfig, size: int) -> list[int]:
+    """Where in a pool of `size` candidates the nodes of a static tree are, as far down as it was grown."""
+    places, first, expanded = [], 0, 1
+    for nodes, inner in shape.layout:
+        if first == size:
+            break
+        places += [first + node for node in nodes]
+        first += expanded * shape.width
+        expanded = len(inner)
+    return places

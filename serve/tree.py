@@ -1,6 +1,9 @@
 """The shape of a draft: what may be grown, and one grown tree ready to be verified."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from target_model.batch import MAX_SCRATCH
 from target_model.errors import UserError
@@ -13,11 +16,14 @@ class TreeConfig:
     Each of the best `width` nodes of a depth is expanded to its best `width` children, and of all candidates the best
     `nodes` - 1 are verified (EAGLE-2). Width 1 is a chain, a single node drafts nothing. The default was fastest for
     m3-tiny on a CPU, greedy and sampled together; where verified tokens are dear, a small tree is right as well.
+
+    With `paths` the tree is static (see `static`): the other three follow from them.
     """
 
     depth: int = 3
     width: int = 2
     nodes: int = 6
+    paths: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
         for name in ("depth", "width", "nodes"):
@@ -25,6 +31,8 @@ class TreeConfig:
                 raise UserError(f"tree {name} must be at least 1, got {getattr(self, name)}")
         if self.nodes > MAX_SCRATCH:
             raise UserError(f"tree nodes must be at most {MAX_SCRATCH} (root included), got {self.nodes}")
+        if self.width > MAX_SCRATCH:
+            raise UserError(f"tree width must be at most {MAX_SCRATCH}, got {self.width}")
         if self.draft_rows > MAX_SCRATCH:
             raise UserError(f"tree width x (depth - 1) must be at most {MAX_SCRATCH}, got {self.draft_rows}")
 
@@ -45,6 +53,35 @@ class TreeConfig:
         return TreeConfig(depth=depth, width=1, nodes=depth + 1)
 
     @staticmethod
+    def static(paths: Iterable[Iterable[int]]) -> "TreeConfig":
+        """A tree that always has the same nodes. A node is named by its path, the ranks of the guesses from the root's
+        child down to it: (0, 2) is the third best guess behind the best one. Every parent must be among the paths.
+        """
+        ordered = tuple(sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path)))
+        for path in ordered:
+            if not path or min(path) < 0 or (len(path) > 1 and path[:-1] not in ordered):
+                raise UserError(f"tree path {list(path)} must hold ranks from 0 and follow its parent's path")
+        if not ordered:
+            raise UserError("a static tree needs at least one path")
+        inner = {path[:-1] for path in ordered}
+        width = max(max(max(path) for path in ordered) + 1, *Counter(map(len, inner)).values())
+        return TreeConfig(len(ordered[-1]), width, len(ordered) + 1, ordered)
+
+    @cached_property
+    def layout(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Of a static tree, for each depth: the places of its nodes among the candidates, and of those to be expanded.
+
+        The candidates of a depth are the best `width` children of each expanded node of the depth above, in order.
+        """
+        levels, expanded = [], {(): 0}
+        inner = {path[:-1] for path in self.paths}
+        for depth in range(1, self.depth + 1):
+            place = {p: expanded[p[:-1]] * self.width + p[-1] for p in self.paths if len(p) == depth}
+            levels.append((tuple(place.values()), tuple(place[p] for p in place if p in inner)))
+            expanded = {path: order for order, path in enumerate(p for p in place if p in inner)}
+        return tuple(levels)
+
+    @staticmethod
     def parse(text: str) -> "TreeConfig":
         """From "depth,width,nodes"."""
         try:
@@ -58,6 +95,8 @@ class TreeConfig:
             return "no drafts"
         if self.width == 1:
             return f"chain of {self.depth}"
+        if self.paths:
+            return f"static tree of {self.nodes} nodes, depth {self.depth}"
         return f"tree of {self.nodes} nodes, depth {self.depth}, width {self.width}"
 
 

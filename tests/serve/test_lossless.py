@@ -13,7 +13,8 @@ from serve.tree import TreeConfig
 from tests.fixtures import random_target
 from tests.serve.drafts import mean_length, plain, prompts, random_draft, scripted_engine
 
-TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32)]
+STATIC = TreeConfig.static([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)])
+TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32), STATIC]
 LENGTHS = [1, 7, 8, 9, 60]  # around the edges of a block of 8
 GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=11, max_tokens=48, ignore_eos=True)

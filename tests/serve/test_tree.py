@@ -39,3 +39,17 @@ def test_config_limits():
     for text in ("5,4", "a,b,c", "0,1,4", "3,2,65", "9,9,32"):
         with pytest.raises(UserError):
             TreeConfig.parse(text)
+
+
+def test_a_static_tree_names_its_nodes_by_rank():
+    tree = TreeConfig.static([[0], [2], [0, 0], [2, 1], [2, 0], [2, 1, 0]])
+    assert (tree.depth, tree.width, tree.nodes) == (3, 3, 7)
+    # Places: rank behind the root; then 3 candidates for each expanded node, in order.
+    assert tree.layout == (((0, 2), (0, 2)), ((0, 3, 4), (4,)), ((0,), ()))
+    assert TreeConfig.static([(0, 0), (0,)]).layout == (((0,), (0,)), ((0,), ()))
+
+
+@pytest.mark.parametrize("paths", [[], [[0], [1, 0]], [[-1]], [[]], [[0], [1], [70]]])
+def test_a_static_tree_without_its_parents_is_refused(paths):
+    with pytest.raises(UserError, match="tree"):
+        TreeConfig.static(paths)
