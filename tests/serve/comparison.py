@@ -83,7 +83,7 @@ class Pair:
     def check(
         self, way: Way, requests: list[Request], expected: list[dict[str, Any]], **settings: Any
     ) -> tuple[Service, list[dict[str, int]]]:
-        """Every answer equals the expected one. Returns the server, which has ended, and the counts of drafted tokens."""
+        """Every answer equals the expected one. Returns the server, which has ended, and the drafted tokens' counts."""
         made = self.service(way, **settings)
         read = joined if way.stream else whole
         seen = [read(response) for response in ask_all(made, requests, crowded=way.crowded, stream=way.stream)]
