@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from target_model.attention import Attention
 from target_model.batch import Batch
-from target_model.cache import LayerCache, PagedCache, TransientCache
+from target_model.cache import DraftKVShape, LayerCache, PagedCache, TransientCache
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.kernels import ops
@@ -92,6 +92,7 @@ class TargetModel(nn.Module):
     """
 
     vision: VisionTower | None
+    first_layer = 0  # which layer of the whole target `layers` begin with: a stage of a pipeline begins later
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class TargetModel(nn.Module):
         formats: Mapping[str, Format] | None = None,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
@@ -121,11 +122,7 @@ class TargetModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.rotary.inverse_frequency.device
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
@@ -144,13 +141,28 @@ class TargetModel(nn.Module):
         """Runs the rows of `batch`, writing their keys and values into `cache`. Tap t is the residual stream entering
         layer t.
         """
+        normed_TH, _, _, tapped = self.run_layers(self.embed(batch), None, batch, cache, taps, recorder)
+        return TargetOutput(normed_TH, torch.cat(tapped, dim=-1) if taps else normed_TH[:, :0])
+
+    def run_layers(
+        self,
+        residual_TH: Tensor,
+        blocks_TJN: Tensor | None,
+        batch: Batch,
+        cache: PagedCache | TransientCache,
+        taps: Sequence[int],
+        recorder: Recorder | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """The layers, over the residual stream and the block choice that enter the first of them.
+
+        What leaves the last one: normalised by the final norm, as it is, the block choice; and the taps in their order.
+        """
         cos_sin = self.rotary(batch.positions)
-        residual_TH = self.embed(batch)
         scales = [layer.attention_scale for layer in self.layers] + [self.norm.scale]
         normed_TH = rms_norm(residual_TH, scales[0], self.config.rms_norm_eps)
-        blocks_TJN = None
         tapped = {}
-        for number, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
+            number = self.first_layer + index
             if number in taps:
                 tapped[number] = residual_TH
             if recorder is not None:
@@ -158,19 +170,37 @@ class TargetModel(nn.Module):
             normed_TH, residual_TH, blocks_TJN = layer(
                 normed_TH,
                 residual_TH,
-                scales[number + 1],
+                scales[index + 1],
                 batch,
-                cache.layer(number),
+                cache.layer(index),
                 cos_sin,
                 blocks_TJN,
                 recorder is not None,
             )
-            if recorder is not None and self.config.sparse_layers[number]:
+            if recorder is not None and self.config.sparse_layers[index]:
                 recorder.blocks[number] = blocks_TJN
         if recorder is not None:
             recorder.hidden_states.append(residual_TH)
-        aux_TA = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else normed_TH[:, :0]
-        return TargetOutput(normed_TH, aux_TA)
+        return normed_TH, residual_TH, blocks_TJN, [tapped[tap] for tap in taps]
+
+    def make_cache(
+        self,
+        pages: int,
+        *,
+        draft: DraftKVShape | None = None,
+        kv_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> PagedCache:
+        """An empty cache for the layers and heads that are held here; see PagedCache."""
+        return PagedCache(
+            self.config,
+            pages,
+            dtype=self.dtype,
+            device=self.device,
+            draft=draft,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+        )
 
     def embed(self, batch: Batch) -> Tensor:
         """What the first layer reads, [T, H]: embeddings of the token ids, and the features of image rows."""

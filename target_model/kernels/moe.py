@@ -80,7 +80,7 @@ def grouped_experts(
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of each row's experts, [T, H].
+    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0.
 
     With scales (uint8 E8M0, one for 32 values of a row: [E, 2I, H / 32] and [E, H, I / 32]) the weights are MXFP8
     (e4m3, full shape) or MXFP4 (uint8, two values a byte, low nibble first: [E, 2I, H / 2] and [E, H, I / 2]).

@@ -145,6 +145,9 @@ def weighted_sum_kernel(
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_H], tl.float32)
     for n in tl.static_range(N):
-        part = tl.load(y + (t * N + n) * H + h, mask=h < H, other=0.0).to(tl.float32)
-        total += part * tl.load(weights + t * N + n)
+        weight = tl.load(weights + t * N + n)
+        # Pairs of weight 0 belong to experts that are not here: nothing was written for them.
+        written = tl.where(weight != 0, H, 0)
+        part = tl.load(y + (t * N + n) * H + h, mask=h < written, other=0.0).to(tl.float32)
+        total += part * weight
     tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)

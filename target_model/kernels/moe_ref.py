@@ -28,10 +28,15 @@ def grouped_experts(
     limit: float,
     beta: float,
 ) -> Tensor:
-    """sum over n of weights[t, n] * w2[e] @ swiglu(w13[e] @ x[t]), e = experts[t, n]: [T, H] in the dtype of x."""
+    """sum over n of weights[t, n] * w2[e] @ swiglu(w13[e] @ x[t]), e = experts[t, n]: [T, H] in the dtype of x.
+
+    An expert id of E stands for an expert that is not here: the pair is left out.
+    """
     # Pairs (row, rank) sorted by expert: one product for each expert that was chosen, one activation for all.
-    order = experts_TN.flatten().argsort(stable=True)
-    counts = experts_TN.flatten().bincount(minlength=w13_E2IH.shape[0]).tolist()
+    counts = experts_TN.flatten().bincount(minlength=w13_E2IH.shape[0]).tolist()[: w13_E2IH.shape[0]]
+    if not any(counts):
+        return torch.zeros_like(x_TH)
+    order = experts_TN.flatten().argsort(stable=True)[: sum(counts)]
     rows = order // experts_TN.shape[1]
     inner = clamped_swiglu(_per_expert(x_TH[rows], w13_E2IH, counts), alpha, limit, beta)
     out = _per_expert(inner, w2_EHI, counts).float() * weights_TN.flatten()[order, None]

@@ -127,7 +127,7 @@ def grouped_experts(
     limit: float,
     beta: float,
 ) -> Tensor:
-    """The weighted sum of each row's experts, [T, H]."""
+    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0."""
     routing = (weights_TN, experts_TN, alpha, limit, beta)
     module = _implementation("moe", x_TH)
     if module is _module("moe", "reference") or not (_is_quantised(w13_E2IH) or _is_quantised(w2_EHI)):

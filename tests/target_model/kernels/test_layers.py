@@ -70,6 +70,32 @@ def test_grouped_experts(tile, rows, experts, top_k, hidden, width):
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
 
 
+def test_pairs_whose_expert_is_elsewhere():
+    """Id E and weight 0: the kernel writes nothing for such a pair, so what its memory holds must not count."""
+    x, w13, w2 = randn(7, 96), randn(5, 96, 96, seed=1) * 0.3, randn(5, 96, 48, seed=2) * 0.3
+    chosen = torch.stack([torch.randperm(9)[:3] for _ in range(7)]).clamp(max=5).to(DEVICE)
+    chosen[0] = 5
+    weights = randn(7, 3, seed=3).masked_fill(chosen == 5, 0.0)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        out = moe.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not out[0].any()
+    torch.testing.assert_close(
+        out, moe_ref.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0), atol=1e-4, rtol=1e-4
+    )
+    held = [
+        [(weight, expert) for weight, expert in zip(*pair, strict=True) if expert < 5]
+        for pair in zip(weights, chosen, strict=True)
+    ]
+    for row, pairs in enumerate(held):
+        alone = [torch.stack(values)[None] for values in zip(*pairs, strict=True)]
+        if alone:
+            want = moe_ref.grouped_experts(x[row : row + 1], w13, w2, *alone, 1.702, 7.0, 1.0)
+            torch.testing.assert_close(out[row : row + 1], want, atol=1e-4, rtol=1e-4)
+
+
 def quantise(w: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(weights, scales, what they stand for) of random weights [E, N, K]: MXFP4 or MXFP8."""
     groups = w.unflatten(-1, (-1, 32))
