@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from serve.request import StepRecord
 
@@ -12,10 +13,15 @@ DEFINITIONS = {
     "accepted": "drafted tokens that were kept; in a step cut by a stop or the token limit at most the tokens emitted",
     "drafted": "nodes of the chain or tree without the root",
     "accepted/drafted": "share of drafted tokens kept; n/a where nothing was drafted",
+    "verified": "tokens that the target scored in verify steps: the drafted ones and a root for each step",
     "per position": "joint acceptance: share of all verify steps that accepted at least that many drafted tokens",
+    "conditional": "share of the steps that accepted at least i - 1 drafted tokens which accepted the i-th as well",
     "histogram": "verify steps by number of accepted tokens, from 0",
     "speed-up": "seconds of plain decoding / seconds of speculative decoding, whole requests, same prompts, same run",
     "decoding": "the same ratio without the prefill, which speculation cannot speed up",
+    "same as plain": "answers equal to plain decoding token for token, ended alike; sampled ones with the same seed",
+    "interval": "95 %, percentile bootstrap over prompts, a prompt with its turns and repeated seeds at a time, 2,000 "
+    "draws; it says how far other prompts of the kind would move the figure, not how other hardware would",
 }
 
 
@@ -28,6 +34,23 @@ class Acceptance:
     accepted: int
     emitted: int
     histogram: tuple[int, ...]
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """Sums; the histogram is as long as the longer one."""
+        longest = max(len(self.histogram), len(other.histogram))
+        both = ([*each.histogram, *[0] * (longest - len(each.histogram))] for each in (self, other))
+        return Acceptance(
+            self.steps + other.steps,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.emitted + other.emitted,
+            tuple(a + b for a, b in zip(*both, strict=True)),
+        )
+
+    @property
+    def verified(self) -> int:
+        """Tokens that the target scored: drafted ones and roots."""
+        return self.drafted + self.steps
 
     @property
     def length(self) -> float | None:
@@ -46,6 +69,14 @@ class Acceptance:
             return None
         return tuple(sum(self.histogram[i:]) / self.steps for i in range(1, len(self.histogram)))
 
+    @property
+    def conditional(self) -> tuple[float | None, ...] | None:
+        """Acceptance of draft positions 1..depth among the steps that accepted all before; None where no step did."""
+        if not self.drafted:
+            return None
+        reached = [sum(self.histogram[i:]) for i in range(len(self.histogram))]
+        return tuple(more / all_before if all_before else None for all_before, more in pairwise(reached))
+
     def to_json(self) -> dict:
         return {
             "steps": self.steps,
@@ -54,9 +85,14 @@ class Acceptance:
             "emitted": self.emitted,
             "AL": self.length,
             "accepted_per_drafted": self.rate,
+            "verified": self.verified,
             "per_position": self.per_position and list(self.per_position),
+            "conditional": self.conditional and list(self.conditional),
             "histogram": list(self.histogram),
         }
+
+
+NOTHING = Acceptance(0, 0, 0, 0, (0,))
 
 
 def measure(steps: Iterable[StepRecord], depth: int) -> Acceptance:

@@ -3,7 +3,7 @@
 import pytest
 
 from serve.request import StepRecord
-from spec.bench.statistics import measure
+from spec.bench.statistics import NOTHING, measure
 
 # Five steps of a chain of 5. The third is cut after two tokens by max_tokens although four drafted ones matched; the
 # fifth is cut by a stop behind its first token. Emitted: 3 + 1 + 2 + 6 + 1 = 13. Kept: 2 + 0 + 2 + 5 + 1 = 10.
@@ -50,6 +50,20 @@ def test_no_rate_from_zero_drafts():
 def test_the_denominator_is_what_was_drafted_and_not_what_was_configured():
     short = measure([StepRecord(drafted=2, accepted=2, emitted=3)], depth=5)
     assert short.rate == 1
+
+
+def test_conditional_acceptance_is_among_the_steps_that_came_so_far():
+    # Reached positions 0..5: 5, 4, 3, 1, 1, 1 steps.
+    assert measure(TRACE, depth=5).conditional == pytest.approx((4 / 5, 3 / 4, 1 / 3, 1, 1))
+    short = measure([StepRecord(drafted=3, accepted=0, emitted=1)], depth=3)
+    assert short.conditional == (0, None, None)
+    assert measure([], depth=2).conditional is None
+
+
+def test_sums_of_parts_are_the_whole():
+    parts = measure(TRACE[:2], depth=2) + measure(TRACE[2:], depth=5)
+    assert parts == measure(TRACE, depth=5) and parts.verified == 28
+    assert NOTHING + parts == parts + NOTHING == parts
 
 
 def test_a_trace_that_cannot_be_is_refused():

@@ -2,9 +2,10 @@
 
 import json
 
+import pyarrow.parquet
 import pytest
 
-from spec.suites import BENCHMARKS, HELD_OUT, load_suite
+from spec.suites import BENCHMARKS, HELD_OUT, PLACEHOLDER, load_suite
 from target_model.errors import UserError
 
 
@@ -59,6 +60,49 @@ def test_a_line_without_a_prompt_is_named(tmp_path, line, message):
     path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
     with pytest.raises(UserError, match=message):
         load_suite(str(path))
+
+
+SPEC_BENCH = {"question_id": 81, "category": "summarization", "turns": ["Summarise: ...", "Shorter."], "reference": []}
+SPEED_BENCH = {
+    "question_id": "c0ffee",
+    "category": "coding",
+    "sub_category": "python",
+    "turns": ["one", "two", "three"],
+    "source": "x",
+    "src_id": "7",
+    "difficulty": "hard",
+    "multiturn": True,
+}
+
+
+def test_layouts_of_public_benchmarks(tmp_path):
+    """Spec-Bench's question.jsonl, and SPEED-Bench as Parquet from the hub and as the JSONL that is made of it."""
+    path = tmp_path / "spec_bench" / "question.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps(SPEC_BENCH) + "\n")
+    suite = load_suite(str(path))
+    assert suite.name == "spec_bench" and suite.prompts[0].turns == ("Summarise: ...", "Shorter.")
+    assert (suite.prompts[0].id, suite.prompts[0].category) == ("81", "summarization")
+    columns = tmp_path / "qualitative" / "test-00000-of-00001.parquet"
+    columns.parent.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([SPEED_BENCH] * 3), columns)
+    lines = tmp_path / "qualitative.jsonl"
+    lines.write_text(json.dumps(SPEED_BENCH) + "\n")
+    for source, count in ((columns, 2), (lines, 1)):
+        suite = load_suite(str(source), 2)
+        assert suite.name == "qualitative" and len(suite.prompts) == count
+        assert (suite.prompts[0].id, suite.prompts[0].category) == ("c0ffee", "coding")
+        assert len(suite.prompts[0].turns) == 3
+
+
+def test_a_placeholder_is_no_prompt(tmp_path):
+    path = tmp_path / "speed.jsonl"
+    path.write_text(json.dumps({**SPEED_BENCH, "turns": [f"{PLACEHOLDER} FROM THE SOURCE USING SPECDEC_BENCH"]}))
+    with pytest.raises(UserError, match="line 1 holds SPEED-Bench's placeholder"):
+        load_suite(str(path))
+    (tmp_path / "bad.parquet").write_text("no")
+    with pytest.raises(UserError, match="no Parquet file"):
+        load_suite(str(tmp_path / "bad.parquet"))
 
 
 def test_unknown_name_and_empty_file(tmp_path):
