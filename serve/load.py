@@ -126,7 +126,11 @@ def _speculation(engine: Engine) -> str:
         length = engine.runner.synthetic.length
         return f"SYNTHETIC acceptance length {length:g}, {engine.tree}: for benchmarks only, the text is meaningless"
     shape = "adaptive, by measured costs" if engine.budget is not None else str(engine.tree)
-    return f"speculation: {shape}" + (", rejection sampling" if engine.runner.rejection else "")
+    line = f"speculation: {shape}" + (", rejection sampling" if engine.runner.rejection else "")
+    named = engine.runner.drafter.draft.config.max_position
+    if named < engine.context:
+        line += f"; the draft's config names {named} positions, it goes on drafting behind them, up to {engine.context}"
+    return line
 
 
 def usable_context(engine: Engine) -> int:
