@@ -186,7 +186,7 @@ def _load_draft(
     if chosen is None:
         return dummy_draft(target.config, dtype=dtype, device=device)
     model = load_draft(chosen.path, dtype, device, chosen.default_taps)
-    _check_pair(target, model, chosen.path)
+    check_pair(target, model, chosen.path)
     return model
 
 
@@ -196,7 +196,8 @@ def _why(draft: str | None, chosen: ResolvedDraft | None) -> str:
     return "draft eagle3: random weights" if chosen is None else chosen.why
 
 
-def _check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
+def check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
+    """UserError where the draft at `path` is not one for this target."""
     for name, ours, theirs in (
         ("target_hidden_size", draft.config.target_hidden_size, target.config.hidden_size),
         ("vocab_size", draft.config.vocab_size, target.config.vocab_size),
