@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from serve.request import Sequence
-from serve.sampling import Row, filtered
+from serve.sampling import Row, Survivors, filtered
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
@@ -133,22 +133,35 @@ class Drafter:
         self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None, width: int
     ) -> tuple[Tensor, Tensor]:
         """The best `width` target tokens behind each node, and the log of their chance to be the target's choice."""
-        logits_RWV = self.draft.logits(state_RWH)
+        values_RWK, ids_RWK = self.draft.logits(state_RWH), None
         if noise_RV is not None:
-            nodes = logits_RWV.shape[1]
-            rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
-            if self.draft.config.pruned:
-                noise_RV = noise_RV[:, self._target_ids]
-            # The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap
-            # between two of these values, the likelier their order is the same: their softmax serves as the chance.
-            noisy_RWV = filtered(logits_RWV.flatten(0, 1), rows).view_as(logits_RWV) + noise_RV[:, None]
-            # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
-            greedy = [sequence.params.greedy for sequence in sequences]
-            if any(greedy):
-                noisy_RWV[greedy] = logits_RWV[greedy]
-            logits_RWV = noisy_RWV
-        chance_RWC, index_RWC = logits_RWV.log_softmax(-1).topk(min(width, logits_RWV.shape[-1]), dim=-1)
+            values_RWK, ids_RWK = self._noisy(values_RWK, sequences, noise_RV, width)
+        chance_RWC, index_RWC = values_RWK.log_softmax(-1).topk(min(width, values_RWK.shape[-1]), dim=-1)
+        index_RWC = index_RWC if ids_RWK is None else ids_RWK.gather(-1, index_RWC)
         return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
+
+    def _noisy(
+        self, logits_RWV: Tensor, sequences: list[Sequence], noise_RV: Tensor, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """log q + noise of at least `width` entries of each node, and the draft's ids of these; None: of all in order.
+
+        The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap between
+        two of these values, the likelier their order is the same: their softmax serves as the chance.
+        """
+        nodes, greedy = logits_RWV.shape[1], [sequence.params.greedy for sequence in sequences]
+        rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
+        logits_NV = logits_RWV.flatten(0, 1)
+        # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
+        best = None if any(greedy) else Survivors.of(logits_NV, [row.sequence.params for row in rows])
+        if best is not None and best.ids_NK.shape[1] >= width:
+            noise_NV = noise_RV.repeat_interleave(nodes, 0)
+            noisy_NK = best.values_NK + noise_NV.gather(1, self._target_ids[best.ids_NK])
+            return noisy_NK.unflatten(0, (-1, nodes)), best.ids_NK.unflatten(0, (-1, nodes))
+        noise_RV = noise_RV[:, self._target_ids] if self.draft.config.pruned else noise_RV
+        noisy_RWV = filtered(logits_NV, rows).view_as(logits_RWV) + noise_RV[:, None]
+        if any(greedy):
+            noisy_RWV[greedy] = logits_RWV[greedy]
+        return noisy_RWV, None
 
     def _expand(
         self, sequences: list[Sequence], place: tuple[int, int], token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor

@@ -44,6 +44,36 @@ def gumbel(
     return -torch.log(-torch.log(_uniform(seeds, choices, positions, vocab_size, device, stream=0)))
 
 
+class NoiseStream:
+    """The Gumbel noise of one answer's positions: what one step draws and does not come to use, the next finds again.
+
+    `rows` is by position, fp32 [V] each.
+    """
+
+    def __init__(self, seed: int, choice: int):
+        self.seed, self.choice = seed, choice
+        self.rows: dict[int, Tensor] = {}
+
+
+def upcoming(
+    streams: Sequence[NoiseStream], positions: Sequence[int], levels: int, vocab_size: int, device: torch.device | str
+) -> Tensor:
+    """Gumbel noise of positions[r] .. positions[r] + levels - 1 of each stream, fp32 [R, levels, V].
+
+    Rows of earlier positions are dropped: positions never go back.
+    """
+    missing = []
+    for stream, position in zip(streams, positions, strict=True):
+        stream.rows = {place: row for place, row in stream.rows.items() if place >= position}
+        missing += [(stream, place) for place in range(position, position + levels) if place not in stream.rows]
+    if missing:
+        keys = [(stream.seed, stream.choice, place) for stream, place in missing]
+        for (stream, place), row in zip(missing, gumbel(*zip(*keys, strict=True), vocab_size, device), strict=True):
+            stream.rows[place] = row
+    rows = [s.rows[p + level] for s, p in zip(streams, positions, strict=True) for level in range(levels)]
+    return torch.stack(rows).unflatten(0, (-1, levels))
+
+
 def uniform(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], count: int, device: torch.device | str
 ) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from serve.noise import NoiseStream
 from target_model.errors import UserError
 from target_model.images import VisionInput
 
@@ -182,6 +183,7 @@ class Sequence:
         self.token_ids = list(request.prompt_ids)
         self.prompt_length = len(request.prompt_ids)
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
+        self.noise = NoiseStream(self.seed, request.choice_index)
         self.page_keys: list[bytes] = []
         self.queued = time.perf_counter()
         self.queue_seconds: float | None = None  # None until it is first admitted

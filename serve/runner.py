@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serve.drafter import Drafter
 from serve.image_rows import ImageRows
-from serve.noise import gumbel, uniform
+from serve.noise import uniform, upcoming
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
 from serve.synthetic import SyntheticAcceptance
@@ -181,12 +181,9 @@ class Runner:
         if not sampled:
             return None
         vocab = self.target.config.vocab_size
-        keys = [
-            (sequences[index].seed, sequences[index].request.choice_index, len(sequences[index].token_ids) + level)
-            for index in sampled
-            for level in range(levels)
-        ]
-        drawn = gumbel(*zip(*keys, strict=True), vocab, self.device).view(len(sampled), levels, vocab)
+        streams = [sequences[index].noise for index in sampled]
+        positions = [len(sequences[index].token_ids) for index in sampled]
+        drawn = upcoming(streams, positions, levels, vocab, self.device)
         if len(sampled) == len(sequences):
             return drawn
         noise_RDV = torch.zeros(len(sequences), levels, vocab, device=self.device)

@@ -1,9 +1,11 @@
 """From the target's logits to tokens: bias, penalties and filters per row, then argmax with the position's noise.
 
+With a top-k in force only the best k entries of a row are touched behind the first pass over it (`Survivors`).
+
 Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
 the same draft and tree.
 
-N rows (nodes of all sequences), V vocabulary, W candidates of a node.
+N rows (nodes of all sequences), V vocabulary, W candidates of a node, K the largest top-k of the rows.
 """
 
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve.request import Sequence
+from serve.request import SamplingParams, Sequence
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,12 @@ def choose(logits_NV: Tensor, rows: list[Row], noise_NV: Tensor | None, eos_ids:
     logits_NV = adjust(logits_NV, rows, eos_ids)
     if noise_NV is None:
         return logits_NV.argmax(-1)
-    return (filtered(logits_NV, rows) + noise_NV).argmax(-1)
+    best = Survivors.of(logits_NV, [row.sequence.params for row in rows])
+    if best is None:
+        return (filtered(logits_NV, rows) + noise_NV).argmax(-1)
+    noisy_NK = best.values_NK + noise_NV.gather(1, best.ids_NK)
+    # As argmax over the vocabulary would: of equal values the lowest id.
+    return best.ids_NK.masked_fill(noisy_NK < noisy_NK.amax(-1, keepdim=True), logits_NV.shape[-1]).amin(-1)
 
 
 def choose_by_rejection(
@@ -106,29 +113,73 @@ def _penalise(logits_V: Tensor, row: Row) -> None:
     logits_V[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 
+@dataclass(frozen=True)
+class Survivors:
+    """What top-k, top-p and min-p leave of each row: values_NK are logits / temperature, the largest first, and -inf
+    from the first one on that is filtered out; ids_NK are the entries they stand at.
+    """
+
+    values_NK: Tensor
+    ids_NK: Tensor
+
+    @staticmethod
+    def of(logits_NV: Tensor, params: list[SamplingParams]) -> "Survivors | None":
+        """None when some row has no top-k, or when entries tie across a row's top-k: such entries stay together, and
+        only `filtered` can keep them all.
+        """
+        vocab, device = logits_NV.shape[-1], logits_NV.device
+        limits = _limits(params, vocab)
+        largest = max(limits)
+        if largest == vocab:
+            return None
+        top = logits_NV.topk(largest + 1, dim=-1)
+        scaled_NK = top.values / _column(_temperatures(params), device)
+        limit_N1 = _column(limits, device)
+        last = scaled_NK.gather(1, torch.cat((limit_N1 - 1, limit_N1), dim=1))
+        if bool((last[:, 0] == last[:, 1]).any()):
+            return None
+        scaled_NK = scaled_NK[:, :largest]
+        threshold_N1 = _threshold(scaled_NK, limit_N1, params)
+        return Survivors(scaled_NK.masked_fill(scaled_NK < threshold_N1, float("-inf")), top.indices[:, :largest])
+
+
 def filtered(logits_NV: Tensor, rows: list[Row]) -> Tensor:
     """logits / temperature with everything outside top-k, top-p and min-p at -inf; greedy rows keep only their best
     token.
 
     Every filter is a threshold on the value, so equal values stay or go together and no tie depends on a sort.
     """
-    params = [row.sequence.params for row in rows]
-
-    def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits_NV.device)[:, None]
-
-    vocab = logits_NV.shape[-1]
-    scaled_NV = logits_NV / column([1.0 if p.greedy else p.temperature for p in params])
-    limits = [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
-    top_p, min_p = [p.top_p for p in params], [p.min_p for p in params]
-    if min(limits) == vocab and min(top_p) == 1 and max(min_p) == 0:
+    params, vocab = [row.sequence.params for row in rows], logits_NV.shape[-1]
+    scaled_NV = logits_NV / _column(_temperatures(params), logits_NV.device)
+    limits = _limits(params, vocab)
+    if min(limits) == vocab and all(p.top_p == 1 and p.min_p == 0 for p in params):
         return scaled_NV
     # Only as many sorted values as the largest top-k asks for: with top-k on, nothing is sorted over the vocabulary.
     sorted_NK = scaled_NV.topk(max(limits), dim=-1).values
-    limit_N1 = column(limits).long()
-    sorted_NK = sorted_NK.masked_fill(torch.arange(max(limits), device=logits_NV.device) >= limit_N1, float("-inf"))
-    probability_NK = sorted_NK.softmax(-1)
-    kept_NK = (probability_NK.cumsum(-1) - probability_NK < column(top_p)) & (sorted_NK > float("-inf"))
-    kept_NK &= probability_NK >= column(min_p) * probability_NK[:, :1]
-    threshold_N1 = sorted_NK.gather(1, kept_NK.sum(-1, keepdim=True) - 1)
+    threshold_N1 = _threshold(sorted_NK, _column(limits, logits_NV.device), params)
     return scaled_NV.masked_fill(scaled_NV < threshold_N1, float("-inf"))
+
+
+def _threshold(sorted_NK: Tensor, limit_N1: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The smallest value [N, 1] that top-k (the limit), top-p and min-p keep, of values in descending order."""
+    count, device = sorted_NK.shape[-1], sorted_NK.device
+    if any(p.greedy or p.top_k != params[0].top_k for p in params):
+        sorted_NK = sorted_NK.masked_fill(torch.arange(count, device=device) >= limit_N1, float("-inf"))
+    probability_NK = sorted_NK.softmax(-1)
+    top_p_N1 = _column([p.top_p for p in params], device)
+    kept_NK = (probability_NK.cumsum(-1) - probability_NK < top_p_N1) & (sorted_NK > float("-inf"))
+    if any(p.min_p for p in params):
+        kept_NK &= probability_NK >= _column([p.min_p for p in params], device) * probability_NK[:, :1]
+    return sorted_NK.gather(1, kept_NK.sum(-1, keepdim=True) - 1)
+
+
+def _limits(params: list[SamplingParams], vocab: int) -> list[int]:
+    return [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
+
+
+def _temperatures(params: list[SamplingParams]) -> list[float]:
+    return [1.0 if p.greedy else p.temperature for p in params]
+
+
+def _column(values: list[float] | list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None]
