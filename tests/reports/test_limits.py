@@ -108,7 +108,9 @@ EDGE = [
 ]
 EDGE += [(CHAT, {"messages": USER, "temperature": 0, "max_tokens": cap}) for cap in (1, 255, None)]
 EDGE += [(COMPLETIONS, {"prompt": ids(254), "seed": 2, "n": 3, "max_tokens": 10**9})]
-EDGE += [(CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 3, "seed": 4})]
+EDGE += [
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "max_tokens": 3, "seed": 4})
+]
 
 
 @pytest.fixture(scope="module")

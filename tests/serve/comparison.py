@@ -1,7 +1,7 @@
 """The same requests with speculation on and off, alone and crowded, streamed and not: compared field by field.
 
 `plain` asks a server without a draft, one request at a time. `check` asks servers with drafts of every kind and demands
-the same answers of them, all but the counts of drafted tokens.
+the same answers of them, all but the counts of drafted and of cached tokens.
 """
 
 import asyncio
@@ -136,7 +136,8 @@ def joined(response: httpx.Response) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _split(choices: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    counts = usage.pop("completion_tokens_details")
+    # What was cached depends on who came before.
+    counts = usage.pop("completion_tokens_details") | usage.pop("prompt_tokens_details")
     for choice in choices:
         # Whether a choice without any token has an empty list or none is the form's, not the answer's.
         if choice["logprobs"] is not None and not any(choice["logprobs"].values()):
