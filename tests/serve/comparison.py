@@ -91,7 +91,8 @@ class Pair:
             assert answer == close(wanted), f"{way}\n{path} {json.dumps(body)}"
         stats = made.engine.stats()
         assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"] and stats["open_requests"] == 0
-        assert (made.metrics.totals.accepted > 0) == (way.agreement > 0)
+        # A wrong guess may be right by chance, where a script has ended.
+        assert (made.metrics.totals.accepted > made.metrics.totals.steps / 20) == (way.agreement > 0)
         return made, [counts for _, counts in seen]
 
 
