@@ -9,6 +9,8 @@ import logging
 import os
 import socket
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,20 +69,16 @@ def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     return torch.device(kind), getattr(torch, dtype)
 
 
-def start_processes(device: torch.device) -> tuple[int, int]:
-    """(rank, world size). A process that no launcher started becomes a world of one."""
-    if "RANK" not in os.environ:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        os.environ.update(alone)
+@contextmanager
+def processes(device: torch.device) -> Iterator[tuple[int, int]]:
+    """(rank, world size) of this process among those that a launcher started; without a launcher a world of one.
+
+    At the end all wait for each other, and the process groups are taken down. Otherwise a worker thread of gloo may still
+    hold tensors of the last collective when the interpreter goes: it asks for the interpreter's lock to release them,
+    and a process in that state aborts ("terminate called without an active exception").
+    """
+    alone = {} if "RANK" in os.environ else _world_of_one()
+    os.environ.update(alone)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -90,7 +88,27 @@ def start_processes(device: torch.device) -> tuple[int, int]:
         # torch do their work. Assigned whole, as reading it would first try out a compiler on each of them.
         vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        yield torch.distributed.get_rank(), torch.distributed.get_world_size()
+        # Not after an error: the other ranks may never get here.
+        torch.distributed.barrier()
+    finally:
+        deepspeed.comm.destroy_process_group()
+        for name in alone:
+            del os.environ[name]
+
+
+def _world_of_one() -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def deepspeed_json(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:

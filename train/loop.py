@@ -22,7 +22,7 @@ from train.capture import run_taps
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.ends import load_ends
-from train.engine import DraftEngine, resolve_device, start_processes
+from train.engine import DraftEngine, processes, resolve_device
 from train.features import OnlineCapture
 from train.initialise import new_draft, set_trainable
 from train.loss import StepSums, Teacher, count_rows, step_weights
@@ -62,9 +62,8 @@ def train(
     # The target first: without it nothing else matters, and its message says what it would take.
     resolved = resolve_target(config.target)
     device, dtype = resolve_device(config)
-    rank, world = start_processes(device)
     tokenizer = load_tokenizer(resolved.path)
-    with ProgressDisplay(config, enabled=progress and rank == 0) as display:
+    with processes(device) as (rank, world), ProgressDisplay(config, enabled=progress and rank == 0) as display:
         display.stage("reading data")
         store = None if config.features.store is None else FeatureStore(config.features.store)
         if store is not None:

@@ -1,7 +1,9 @@
 """Whole runs on m3-tiny: they learn, resume exactly, judge, export, and DeepSpeed does the work."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import deepspeed
 import pytest
@@ -177,6 +179,14 @@ def test_deepspeed_is_the_engine(settings, monkeypatch):
     trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
     assert trained <= partition < trained + 4096  # a world of one holds all of it, padded
     assert engine.gradient_accumulation_steps() == 3 and engine.gradient_clipping() == 1.0
+
+
+def test_a_run_leaves_no_thread_behind(settings):
+    """A worker of gloo that still releases tensors while the interpreter ends would abort the process."""
+    train(settings("threads", schedule__steps=1), progress=False)
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not torch.distributed.is_initialized() and "RANK" not in os.environ
+    assert names and not [name for name in names if "gloo" in name or "tcpstore" in name]
 
 
 def test_a_run_with_other_settings_is_refused(settings):
