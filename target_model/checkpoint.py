@@ -5,7 +5,9 @@ Headers of all shards are checked before any weight is read; then tensors are st
 that pack them.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +24,16 @@ from target_model.quantised_formats import Format, Packed, dequantise
 from target_model.resolve import resolve_target
 from target_model.shards import StoredTensor, open_shard, read_headers
 from target_model.stored_weights import StoredWeight, compare_tensors
-from target_model.tensor_names import TensorSpec
+from target_model.tensor_names import Region, TensorSpec
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A stored weight, or a region of it (None: all), and where it goes."""
+
+    weight: StoredWeight
+    spec: TensorSpec
+    region: Region | None = None
 
 
 def load_target(
@@ -43,13 +54,12 @@ def load_target(
     resolved = resolve_target(str(name_or_path))
     stored = read_headers(resolved.path)
     present = check_tensors(resolved.config, stored, resolved.path)
-    wanted = [weight for weight in present if not (language_only and weight.spec.is_vision)]
-    vision = any(weight.spec.is_vision for weight in wanted)
-    formats = common_formats((weight.spec.destination, weight.form) for weight in wanted)
+    wanted = [Wanted(weight, weight.spec) for weight in present if not (language_only and weight.spec.is_vision)]
+    vision = any(each.spec.is_vision for each in wanted)
+    formats = common_formats((each.spec.destination, each.weight.form) for each in wanted)
     check_memory(resolved.name, resolved.config, dtype, device, language_only=not vision, formats=formats)
-    with LoadProgress(resolved.name, sum(_bytes(weight, stored) for weight in wanted)) as progress:
-        tensors = _stream(stored, wanted, progress)
-        return fill_model(resolved.config, tensors, dtype=dtype, device=device, vision=vision, formats=formats)
+    tensors = stream_weights(resolved.name, stored, wanted)
+    return fill_model(resolved.config, tensors, dtype=dtype, device=device, vision=vision, formats=formats)
 
 
 def fill_model(
@@ -67,8 +77,14 @@ def fill_model(
     """
     model = TargetModel(config, dtype, vision=vision, formats=formats)
     model.materialise(device)
+    fill_parameters(model, tensors)
+    return model
+
+
+def fill_parameters(model: TargetModel, tensors: Iterable[tuple[TensorSpec, Tensor | Packed]]) -> None:
+    """Puts each tensor where its entry says."""
     parameters: dict[str, Tensor | QuantisedWeight] = dict(model.named_parameters())
-    parameters |= {name: model.get_submodule(name) for name in formats or {}}
+    parameters |= {name: module for name, module in model.named_modules() if isinstance(module, QuantisedWeight)}
     for spec, tensor in tensors:
         place, index = parameters[spec.destination], _index(spec)
         if isinstance(place, QuantisedWeight):
@@ -79,7 +95,6 @@ def fill_model(
             tensor = dequantise(tensor.form, tensor.values, tensor.scale, tensor.tensor_scale)
         # A head norm fills one row for each head it serves.
         place[index].copy_(tensor.float() + 1 if spec.kind == "norm" else tensor)
-    return model
 
 
 def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], directory: Path) -> list[StoredWeight]:
@@ -100,20 +115,37 @@ def check_tensors(config: M3Config, stored: Mapping[str, StoredTensor], director
 
 
 def read_weight(
-    weight: StoredWeight, stored: Mapping[str, StoredTensor], file: Path, shard: safe_open
+    weight: StoredWeight, stored: Mapping[str, StoredTensor], file: Path, shard: safe_open, region: Region | None = None
 ) -> Tensor | Packed:
-    """The numbers of one weight whose values lie in the open shard `file`; its scales may lie in another."""
+    """The numbers of one weight whose values lie in the open shard `file`; its scales may lie in another.
 
-    def read(name: str) -> Tensor:
+    Of a `region` no other bytes are read; where the weight is quantised, its columns begin and end with a group.
+    """
+
+    def read(name: str, part: Region | None) -> Tensor:
         if stored[name].file == file:
-            return shard.get_tensor(name)
+            return _read(shard, name, part)
         with open_shard(stored[name].file) as other:
-            return other.get_tensor(name)
+            return _read(other, name, part)
 
-    if weight.form is None:
-        return read(weight.values)
-    tensor_scale = None if weight.tensor_scale is None else read(weight.tensor_scale).reshape(())
-    return Packed(weight.form, read(weight.values), read(weight.scale), tensor_scale)
+    form = weight.form
+    if form is None:
+        return read(weight.values, region)
+    tensor_scale = None if weight.tensor_scale is None else read(weight.tensor_scale, None).reshape(())
+    values = read(weight.values, _per_column(region, form.per_byte))
+    return Packed(form, values, read(weight.scale, _per_column(region, form.group)), tensor_scale)
+
+
+def _per_column(region: Region | None, numbers: int) -> Region | None:
+    """The region of a weight in a tensor that holds so many of its numbers in a column."""
+    if region is None:
+        return None
+    *rows, (first, end) = region
+    return (*rows, (first // numbers, end // numbers))
+
+
+def _read(shard: safe_open, name: str, region: Region | None) -> Tensor:
+    return shard.get_tensor(name) if region is None else shard.get_slice(name)[tuple(slice(*part) for part in region)]
 
 
 def by_file(stored: Mapping[str, StoredTensor], weights: Iterable[StoredWeight]) -> dict[Path, list[StoredWeight]]:
@@ -124,14 +156,18 @@ def by_file(stored: Mapping[str, StoredTensor], weights: Iterable[StoredWeight])
     return dict(sorted(groups.items()))
 
 
-def _stream(
-    stored: Mapping[str, StoredTensor], wanted: list[StoredWeight], progress: LoadProgress
+def stream_weights(
+    name: str, stored: Mapping[str, StoredTensor], wanted: Iterable[Wanted]
 ) -> Iterator[tuple[TensorSpec, Tensor | Packed]]:
-    for file, weights in by_file(stored, wanted).items():
-        with open_shard(file) as shard:
-            for weight in weights:
-                yield weight.spec, read_weight(weight, stored, file, shard)
-                progress.advance(_bytes(weight, stored))
+    """Reads file by file, tensor by tensor; a large load shows how far it is, as that of `name`."""
+    places = {each.weight.values: each for each in wanted}
+    with LoadProgress(name, sum(_bytes(each, stored) for each in places.values())) as progress:
+        for file, weights in by_file(stored, [each.weight for each in places.values()]).items():
+            with open_shard(file) as shard:
+                for weight in weights:
+                    each = places[weight.values]
+                    yield each.spec, read_weight(weight, stored, file, shard, each.region)
+                    progress.advance(_bytes(each, stored))
 
 
 def _index(spec: TensorSpec) -> tuple[int | slice, ...]:
@@ -140,5 +176,8 @@ def _index(spec: TensorSpec) -> tuple[int | slice, ...]:
     return (*expert, slice(None) if spec.rows is None else slice(*spec.rows))
 
 
-def _bytes(weight: StoredWeight, stored: Mapping[str, StoredTensor]) -> int:
-    return sum(stored[name].bytes for name in weight.names)
+def _bytes(wanted: Wanted, stored: Mapping[str, StoredTensor]) -> int:
+    total = sum(stored[name].bytes for name in wanted.weight.names)
+    if wanted.region is None:
+        return total
+    return total * math.prod(end - start for start, end in wanted.region) // math.prod(wanted.weight.spec.shape)

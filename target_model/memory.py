@@ -44,9 +44,12 @@ def check_memory(
     *,
     language_only: bool = True,
     formats: Mapping[str, Format] | None = None,
+    held: M3Config | None = None,
 ) -> None:
-    """Raises UserError when the weights, those in `formats` quantised, cannot fit `device`."""
-    needed = weight_bytes(config, dtype.itemsize, language_only=language_only, formats=formats)
+    """Raises UserError when the weights, those in `formats` quantised, cannot fit `device`. `held` is the config of
+    the part that this process loads; None: all of it.
+    """
+    needed = weight_bytes(held or config, dtype.itemsize, language_only=language_only, formats=formats)
     if needed < _SMALL:
         return
     device = torch.device(device)

@@ -104,6 +104,7 @@ class TargetModel(nn.Module):
     ):
         super().__init__()
         self.config, self.dtype = config, dtype
+        self.total_layers = config.num_layers  # of the whole target, where these are not all
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
@@ -126,7 +127,7 @@ class TargetModel(nn.Module):
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
-        layers = self.config.num_layers
+        layers = self.total_layers
         if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
             raise UserError(f"taps {tuple(taps)} must be distinct, ascending layers between 0 and {layers - 1}")
 
@@ -225,4 +226,5 @@ class TargetModel(nn.Module):
         batch = Batch.whole(self.config.block_size, token_ids_RS.to(self.device))
         cache = TransientCache(self.config, batch.block_table.numel(), dtype=self.dtype, device=self.device)
         output = self(batch, cache, taps)
-        return output.final_state.view(sequences, length, -1), output.aux.view(sequences, length, -1)
+        shape = (sequences, length)
+        return output.final_state.unflatten(0, shape), output.aux.unflatten(0, shape)

@@ -12,6 +12,8 @@ from target_model.config import M3Config, VisionConfig
 # A language-only load recognises these tensors by name and shape and leaves them on disk.
 VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")
 TEXT = "language_model.model."
+# (start, stop) in each dimension of a tensor.
+Region = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,12 @@ class TensorSpec:
         for extent in self.shape:
             product *= extent
         return product
+
+    @property
+    def layer(self) -> int | None:
+        """Number of its decoder layer, None for embedding, final norm, head and vision."""
+        first, _, rest = self.destination.partition(".")
+        return int(rest.partition(".")[0]) if first == "layers" else None
 
     @property
     def is_vision(self) -> bool:

@@ -174,6 +174,8 @@ def published_json(config: M3Config) -> dict[str, Any]:
     for name, token in (("image_token_index", config.image_token_id), ("video_token_index", config.video_token_id)):
         if token is not None:
             document[name] = token
+    if config.use_index_cache:
+        text |= {"use_index_cache": True, "index_topk_freq": config.index_topk_freq}
     vision = config.vision
     if vision is not None:
         document["projector_hidden_size"] = vision.projector_hidden_size
