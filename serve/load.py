@@ -55,6 +55,7 @@ def load_engine(
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
+    draft_dtype: torch.dtype | None = None,
     pages: int | None = None,
     context: int | None = None,
     prefill_tokens: int = 512,
@@ -68,6 +69,9 @@ def load_engine(
     language_only: bool = True,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
+
+    The draft only proposes: no answer depends on its precision. By default that is bf16 where the processor computes
+    in it, else the target's.
 
     With `adaptive` a few seconds are spent on measuring what drafting and verifying cost here, and every step drafts as
     far as pays; `tree` does not count. `sampling` and `synthetic_acceptance`: see Engine.
@@ -88,7 +92,7 @@ def load_engine(
     if small and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     processor = _pictures(model, tokenizer, resolved.path)
-    draft_model = _load_draft(draft, chosen, model, dtype, device)
+    draft_model = _load_draft(draft, chosen, model, draft_dtype or _draft_dtype(dtype, device), device)
     engine = Engine(
         model,
         draft_model,
@@ -178,6 +182,13 @@ def _choose_draft(draft: str | None, target: ResolvedTarget, dummy: DummyWeights
     return resolve_draft(draft, target)
 
 
+def _draft_dtype(target: torch.dtype, device: str) -> torch.dtype:
+    """A draft of one or two rows at a time waits for its weights to be read: half as many bytes, half the wait."""
+    cpu = torch.cpu if torch.device(device).type == "cpu" else None
+    computes_bf16 = cpu is not None and (cpu._is_avx512_bf16_supported() or cpu._is_amx_tile_supported())
+    return torch.bfloat16 if computes_bf16 else target
+
+
 def _load_draft(
     draft: str | None, chosen: ResolvedDraft | None, target: TargetModel, dtype: torch.dtype, device: str
 ) -> Eagle3Draft | None:
@@ -218,7 +229,8 @@ def _memory_plan(
     cache = engine.runner.cache
     slots = engine.scheduler.allocator.total * engine.scheduler.page_size
     return [
-        f"memory on {device}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}, cache "
+        f"memory on {device}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}"
+        f"{'' if draft is None else ' (' + _type_name(draft.fc.weight.dtype) + ')'}, cache "
         f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())}; KV "
         f"{_type_name(cache.k.dtype)}, index K {_type_name(cache.index_k.dtype)})",
         f"context: {usable_context(engine)} tokens a request, answer included",

@@ -16,10 +16,11 @@ from target_model.config import M3Config
 
 @dataclass(frozen=True)
 class DraftKVShape:
-    """What a draft layer keeps for one token."""
+    """What a draft layer keeps for one token; without a dtype, in that of the target."""
 
     num_kv_heads: int
     head_dim: int
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PagedCache:
 
     k, v [L, P, B, K, D]; index_k [sparse layers, P, B, D]; draft_k, draft_v [P, B, draft K, draft D] or None.
     `kv_dtype` is that of k and v, `index_dtype` that of index_k; float8_e4m3fn is possible, without scales. Both
-    default to `dtype`, which the draft's rows keep.
+    default to `dtype`.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class PagedCache:
         self.k = pool(config.num_layers, pages, block, heads, dim, dtype=kv_dtype)
         self.v = pool(config.num_layers, pages, block, heads, dim, dtype=kv_dtype)
         self.index_k = pool(len(self._sparse_ordinal), pages, block, config.index_dim, dtype=index_dtype)
-        self.draft_k = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
-        self.draft_v = pool(pages, block, draft.num_kv_heads, draft.head_dim) if draft else None
+        self.draft_k = self.draft_v = None
+        if draft is not None:
+            shape, draft_dtype = (pages, block, draft.num_kv_heads, draft.head_dim), draft.dtype or dtype
+            self.draft_k, self.draft_v = pool(*shape, dtype=draft_dtype), pool(*shape, dtype=draft_dtype)
 
     def layer(self, layer: int) -> LayerCache:
         """The target's 0-based layer `layer`."""
