@@ -17,7 +17,6 @@ from serve.runner import Outcome, Runner
 from serve.scheduler import Limits, Scheduler
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig
-from target_model.cache import PagedCache
 from target_model.errors import UserError
 from target_model.model import TargetModel
 
@@ -82,7 +81,7 @@ class Engine:
     ):
         if sampling not in ("coupled", "rejection"):
             raise UserError(f"sampling must be coupled or rejection, got {sampling!r}")
-        config, weight = target.config, target.embed_tokens.weight
+        config = target.config
         self.tree = (tree or TreeConfig()) if draft else OFF
         self.budget = Budget(costs) if costs and draft else None
         self.context = min(context or config.max_position, config.max_position)
@@ -93,15 +92,7 @@ class Engine:
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
-        cache = PagedCache(
-            config,
-            pages,
-            dtype=weight.dtype,
-            device=weight.device,
-            draft=shape,
-            kv_dtype=kv_dtype,
-            index_dtype=index_dtype,
-        )
+        cache = target.make_cache(pages, draft=shape, kv_dtype=kv_dtype, index_dtype=index_dtype)
         drafter = Drafter(draft, cache) if draft else None
         synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
         if synthetic and self.budget:
