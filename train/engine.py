@@ -5,6 +5,7 @@ switched off.
 """
 
 import copy
+import gc
 import logging
 import os
 import socket
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# DeepSpeed imports it later, and default arguments in there keep the process group of that moment for ever.
+import torch.distributed.nn.functional  # noqa: F401
 
 if not torch.cuda.is_available():
     # Read when deepspeed is imported: without it a machine without a GPU is warned about.
@@ -73,9 +77,9 @@ def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
 def processes(device: torch.device) -> Iterator[tuple[int, int]]:
     """(rank, world size) of this process among those that a launcher started; without a launcher a world of one.
 
-    At the end all wait for each other, and the process groups are taken down. Otherwise a worker thread of gloo may still
-    hold tensors of the last collective when the interpreter goes: it asks for the interpreter's lock to release them,
-    and a process in that state aborts ("terminate called without an active exception").
+    At the end all wait for each other, and the process groups are taken down with their threads. Otherwise a worker of
+    gloo may still hold tensors of the last collective when the interpreter goes: it asks for the interpreter's lock to
+    release them, and a process in that state aborts ("terminate called without an active exception").
     """
     alone = {} if "RANK" in os.environ else _world_of_one()
     os.environ.update(alone)
@@ -94,6 +98,8 @@ def processes(device: torch.device) -> Iterator[tuple[int, int]]:
         torch.distributed.barrier()
     finally:
         deepspeed.comm.destroy_process_group()
+        # A group's threads end with its last reference, and some lie in cycles of DeepSpeed's engine.
+        gc.collect()
         for name in alone:
             del os.environ[name]
 

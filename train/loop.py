@@ -16,7 +16,7 @@ from draft_model.resolve import resolve_draft
 from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from target_model.model import TargetModel
-from target_model.resolve import known_targets, resolve_target
+from target_model.resolve import ResolvedTarget, known_targets, resolve_target
 from target_model.tokenizer import load_tokenizer
 from train.capture import run_taps
 from train.config import TrainConfig
@@ -62,25 +62,40 @@ def train(
     # The target first: without it nothing else matters, and its message says what it would take.
     resolved = resolve_target(config.target)
     device, dtype = resolve_device(config)
-    tokenizer = load_tokenizer(resolved.path)
     with processes(device) as (rank, world), ProgressDisplay(config, enabled=progress and rank == 0) as display:
-        display.stage("reading data")
-        store = None if config.features.store is None else FeatureStore(config.features.store)
-        if store is not None:
-            wanted = identity(resolved, tokenizer, run_taps(config, resolved), config.data)
-            store.prepare(wanted, config.ttt.steps, device, dtype)
-        rows = load_rows(config.data, tokenizer, config.seed) if store is None else store.rows
-        display.note(rows.summary())
-        display.stage("loading target")
-        if store is None:
-            target = load_target(config.target, dtype=dtype, device=device)
-        else:
-            target = load_ends(resolved, dtype=dtype, device=device)
-        run = _Run(config, target, rows, store, rank, world, dtype)
-        try:
-            return run.execute(judge, display, stop_after)
-        finally:
-            run.engine.close()
+        return _train(config, resolved, device, dtype, rank, world, judge, display, stop_after)
+
+
+def _train(
+    config: TrainConfig,
+    resolved: ResolvedTarget,
+    device: torch.device,
+    dtype: torch.dtype,
+    rank: int,
+    world: int,
+    judge: Judge | None,
+    display: ProgressDisplay,
+    stop_after: int | None,
+) -> TrainResult:
+    """The part of a run that needs its processes; whatever refers to them is gone when it returns."""
+    tokenizer = load_tokenizer(resolved.path)
+    display.stage("reading data")
+    store = None if config.features.store is None else FeatureStore(config.features.store)
+    if store is not None:
+        wanted = identity(resolved, tokenizer, run_taps(config, resolved), config.data)
+        store.prepare(wanted, config.ttt.steps, device, dtype)
+    rows = load_rows(config.data, tokenizer, config.seed) if store is None else store.rows
+    display.note(rows.summary())
+    display.stage("loading target")
+    if store is None:
+        target = load_target(config.target, dtype=dtype, device=device)
+    else:
+        target = load_ends(resolved, dtype=dtype, device=device)
+    run = _Run(config, target, rows, store, rank, world, dtype)
+    try:
+        return run.execute(judge, display, stop_after)
+    finally:
+        run.engine.close()
 
 
 class _Run:
