@@ -4,11 +4,10 @@ spelling."""
 from collections.abc import Mapping
 from typing import Any
 
-from serve.tool_calls import CallArguments, CallStart, ToolCallParser
+from serve.tool_calls import NAMESPACE, CallArguments, CallStart, ToolCallParser
 from target_model.chat import THINK_CLOSE, THINK_OPEN
 from target_model.tokenizer import Tokenizer
 
-NAMESPACE = "]<]minimax[>["
 Part = tuple[str, str] | CallStart | CallArguments
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from serve.request import Sequence
-from serve.sampling import Row, Survivors, filtered
+from serve.sampling import Row, Survivors, filtered, follow_grammars
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
@@ -107,10 +107,12 @@ class Drafter:
         score_RW = torch.zeros(count, 1, device=device)
         parent_RW = torch.full((count, 1), -1, device=device)  # index in the pool
         mask_RW = torch.zeros(count, 1, dtype=torch.int64, device=device)  # visible guessed rows
+        # Guessed tokens down to each expanded node; nobody asks for them without a grammar.
+        paths = [[()]] * count if any(sequence.constraint for sequence in sequences) else None
         levels, pooled = [], 0
         for level in range(1, depth + 1):
             noise_RV = None if noise_RDV is None else noise_RDV[:, level - 1]
-            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV, shape.width)
+            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV, shape.width, paths)
             score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > limit_R1, float("-inf"))
             parent_RM = parent_RW[:, :, None].expand_as(token_RWC).flatten(1)
             candidates = Pool(token_RWC.flatten(1), score_RM, parent_RM)
@@ -119,6 +121,7 @@ class Drafter:
                 best_RW = self.frontier(level, candidates, shape)
                 score_RW, token_RW = score_RM.gather(1, best_RW), candidates.token_RM.gather(1, best_RW)
                 origin_RW, parent_RW = best_RW // token_RWC.shape[2], pooled + best_RW
+                paths = _extended(paths, origin_RW, token_RW) if paths else None
                 feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
                 mask_RW = mask_RW.gather(1, origin_RW)
                 state_RWH, mask_RW = self._expand(sequences, (level, shape.width), token_RW, feature_RWH, mask_RW)
@@ -130,13 +133,28 @@ class Drafter:
         )
 
     def _children(
-        self, state_RWH: Tensor, sequences: list[Sequence], noise_RV: Tensor | None, width: int
+        self,
+        state_RWH: Tensor,
+        sequences: list[Sequence],
+        noise_RV: Tensor | None,
+        width: int,
+        paths: list[list[tuple[int, ...]]] | None,
     ) -> tuple[Tensor, Tensor]:
-        """The best `width` target tokens behind each node, and the log of their chance to be the target's choice."""
-        values_RWK, ids_RWK = self.draft.logits(state_RWH), None
+        """The best `width` target tokens behind each node, and the log of their chance to be the target's choice: that
+        of a token that the grammar forbids is -inf.
+        """
+        values_RWK, ids_RWK, dead_RW1 = self.draft.logits(state_RWH), None, None
+        if paths is not None:
+            rows = [Row(sequence, path) for sequence, own in zip(sequences, paths, strict=True) for path in own]
+            allowed_RWV = follow_grammars(values_RWK.flatten(0, 1), rows, self._target_ids).view_as(values_RWK)
+            # A draft with a smaller vocabulary may know none of the tokens that are allowed.
+            dead_RW1 = allowed_RWV.isneginf().all(-1, keepdim=True)
+            values_RWK = torch.where(dead_RW1, values_RWK, allowed_RWV)
         if noise_RV is not None:
             values_RWK, ids_RWK = self._noisy(values_RWK, sequences, noise_RV, width)
         chance_RWC, index_RWC = values_RWK.log_softmax(-1).topk(min(width, values_RWK.shape[-1]), dim=-1)
+        if dead_RW1 is not None:
+            chance_RWC = chance_RWC.masked_fill(dead_RW1, float("-inf"))
         index_RWC = index_RWC if ids_RWK is None else ids_RWK.gather(-1, index_RWC)
         return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
 
@@ -152,7 +170,8 @@ class Drafter:
         rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
         logits_NV = logits_RWV.flatten(0, 1)
         # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
-        best = None if any(greedy) else Survivors.of(logits_NV, [row.sequence.params for row in rows])
+        params = [row.sequence.params for row in rows]
+        best = None if any(greedy) else Survivors.of(logits_NV, params, split_ties=True)
         if best is not None and best.ids_NK.shape[1] >= width:
             noise_NV = noise_RV.repeat_interleave(nodes, 0)
             noisy_NK = best.values_NK + noise_NV.gather(1, self._target_ids[best.ids_NK])
@@ -209,6 +228,14 @@ class Drafter:
                     tree.parents.append(place[parent])
             trees.append(tree)
         return trees
+
+
+def _extended(paths: list[list[tuple[int, ...]]], origin_RW: Tensor, token_RW: Tensor) -> list[list[tuple[int, ...]]]:
+    """The paths to the nodes of the next depth: each continues that of its origin by its token."""
+    return [
+        [(*own[origin], token) for origin, token in zip(origins, tokens, strict=True)]
+        for own, origins, tokens in zip(paths, origin_RW.tolist(), token_RW.tolist(), strict=True)
+    ]
 
 
 def _places(shape: TreeConfig, size: int) -> list[int]:

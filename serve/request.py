@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from serve.grammar import Constraint, Grammar
 from serve.noise import NoiseStream
 from target_model.errors import UserError
 from target_model.images import VisionInput
@@ -81,7 +82,8 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise.
+    """One answer to produce. `choice_index` tells the n answers of one call apart: it enters the noise. `grammar` is
+    what the answer has to follow, None for free text.
 
     Lower priority values go first, see scheduler.py.
     """
@@ -92,6 +94,7 @@ class Request:
     priority: int = 0
     choice_index: int = 0
     images: tuple[ImageSpan, ...] = ()
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class Sequence:
         self.params = request.params
         self.token_ids = list(request.prompt_ids)
         self.prompt_length = len(request.prompt_ids)
+        self.constraint = None if request.grammar is None else Constraint(request.grammar)
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.noise = NoiseStream(self.seed, request.choice_index)
         self.page_keys: list[bytes] = []

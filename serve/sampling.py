@@ -75,7 +75,8 @@ def choose_by_rejection(
 
 
 def adjust(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tensor:
-    """Logits after bias, penalties and the ban on ending early; the input itself when no row asks for any."""
+    """Logits after grammar, bias, penalties and the ban on ending early; the input itself when no row asks for any."""
+    logits_NV = follow_grammars(logits_NV, rows)
     if not any(_adjusts(row) for row in rows):
         return logits_NV
     logits_NV = logits_NV.clone()
@@ -89,6 +90,30 @@ def adjust(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tens
         if row.position - row.sequence.prompt_length < params.min_tokens:
             banned = list(params.stop_token_ids) + ([] if params.ignore_eos else list(eos_ids))
             logits_V[banned] = float("-inf")
+    return logits_NV
+
+
+def follow_grammars(logits_NV: Tensor, rows: list[Row], token_ids: Tensor | None = None) -> Tensor:
+    """Logits with everything at -inf that a row's grammar forbids behind its path; the input itself when no row has a
+    grammar. `token_ids` [V] are the tokens of the columns, by default their numbers.
+    """
+    bound: dict[int, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.sequence.constraint is not None:
+            bound.setdefault(id(row.sequence), []).append(index)
+    if not bound:
+        return logits_NV
+    masks = []
+    for indices in bound.values():
+        sequence = rows[indices[0]].sequence
+        answer = sequence.token_ids[sequence.prompt_length :]
+        masks.append(sequence.constraint.masks(answer, [rows[index].path for index in indices]))
+    words_BW = torch.cat(masks).to(logits_NV.device)
+    allowed_BV = ((words_BW[:, :, None] >> torch.arange(32, device=words_BW.device)) & 1).flatten(1).bool()
+    allowed_BV = allowed_BV[:, : logits_NV.shape[-1]] if token_ids is None else allowed_BV[:, token_ids]
+    rows_B = [index for indices in bound.values() for index in indices]
+    logits_NV = logits_NV.clone()
+    logits_NV[rows_B] = logits_NV[rows_B].masked_fill(~allowed_BV, float("-inf"))
     return logits_NV
 
 
@@ -123,9 +148,9 @@ class Survivors:
     ids_NK: Tensor
 
     @staticmethod
-    def of(logits_NV: Tensor, params: list[SamplingParams]) -> "Survivors | None":
+    def of(logits_NV: Tensor, params: list[SamplingParams], *, split_ties: bool = False) -> "Survivors | None":
         """None when some row has no top-k, or when entries tie across a row's top-k: such entries stay together, and
-        only `filtered` can keep them all.
+        only `filtered` can keep them all. Who only guesses may split them.
         """
         vocab, device = logits_NV.shape[-1], logits_NV.device
         limits = _limits(params, vocab)
@@ -135,8 +160,7 @@ class Survivors:
         top = logits_NV.topk(largest + 1, dim=-1)
         scaled_NK = top.values / _column(_temperatures(params), device)
         limit_N1 = _column(limits, device)
-        last = scaled_NK.gather(1, torch.cat((limit_N1 - 1, limit_N1), dim=1))
-        if bool((last[:, 0] == last[:, 1]).any()):
+        if not split_ties and bool((scaled_NK.gather(1, limit_N1 - 1) == scaled_NK.gather(1, limit_N1)).any()):
             return None
         scaled_NK = scaled_NK[:, :largest]
         threshold_N1 = _threshold(scaled_NK, limit_N1, params)

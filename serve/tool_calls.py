@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NAMESPACE = "]<]minimax[>["
 _TAG = re.compile(r"<(/?)([^>]*)>(.*)", re.DOTALL)
 _INVOKE = re.compile(r'invoke\s+name="(.*)"\s*', re.DOTALL)
 _MIXED = "$text"  # the key of text that stands between the tags of an object
@@ -103,7 +104,7 @@ class ToolCallParser:
             return []
         root = self._schemas.get(self._function or "", {})
         try:
-            value = json.dumps(_value(node, _Schema.of(root, root).properties.get(node.name), root), ensure_ascii=False)
+            value = json.dumps(_value(node, _Schema.of(root, root).property(node.name), root), ensure_ascii=False)
         except RecursionError:  # tags or brackets nested by the hundred: no value that anybody meant
             value = json.dumps(node.text, ensure_ascii=False)
         start = "{" if self._arguments == 0 else ", "
@@ -134,30 +135,38 @@ class _Schema:
     types: frozenset[str]
     properties: Mapping[str, Any]
     items: Any
+    others: Any  # of properties that are not named
 
     @staticmethod
     def of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> "_Schema":
         if not isinstance(schema, Mapping) or depth > 16:
-            return _Schema(frozenset(), {}, None)
-        parts = [_Schema.of(_target(schema["$ref"], root), root, depth + 1)] if "$ref" in schema else []
+            return _Schema(frozenset(), {}, None, None)
+        parts = [_Schema.of(reference_target(schema["$ref"], root), root, depth + 1)] if "$ref" in schema else []
         for key in ("anyOf", "oneOf", "allOf"):
             branches = schema.get(key)
             parts += [_Schema.of(branch, root, depth + 1) for branch in branches] if isinstance(branches, list) else []
         given = schema.get("type", [])
         types = {given} if isinstance(given, str) else set(given)
-        for value in schema["enum"] if isinstance(schema.get("enum"), list) else []:
-            types |= _types_of(value) if "type" not in schema else set()
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        for value in values if isinstance(values, list) and "type" not in schema else []:
+            types |= _types_of(value)
         properties: dict[str, Any] = {}
         for part in parts:
             types |= part.types
-            properties.update(part.properties)
+            for name, value in part.properties.items():
+                properties[name] = {"anyOf": [properties[name], value]} if name in properties else value
         own = schema.get("properties")
         properties.update(own if isinstance(own, Mapping) else {})
         items = schema.get("items", next((part.items for part in parts if part.items is not None), None))
-        return _Schema(frozenset(types), properties, items)
+        others = next((part.others for part in parts if part.others is not None), None)
+        return _Schema(frozenset(types), properties, items, schema.get("additionalProperties", others))
+
+    def property(self, name: str) -> Any:
+        """The schema of a property, also of one that is not named."""
+        return self.properties.get(name, self.others)
 
 
-def _target(reference: Any, root: Mapping[str, Any]) -> Any:
+def reference_target(reference: Any, root: Mapping[str, Any]) -> Any:
     """The schema a local reference (#/$defs/Name) points to, or None."""
     found: Any = root
     for step in str(reference).removeprefix("#").strip("/").split("/"):
@@ -171,8 +180,10 @@ def _value(node: _Node, schema: Any, root: Mapping[str, Any]) -> Any:
     if node.children:
         if all(name == "item" for name, _ in node.children) and "object" not in known.types:
             return [_value(child, known.items, root) for _, child in node.children]
-        value = {name: _value(child, known.properties.get(name), root) for name, child in node.children}
+        value = {name: _value(child, known.property(name), root) for name, child in node.children}
         return {**value, _MIXED: node.text} if node.text.strip() else value
+    if node.text == "null" and "null" in known.types:
+        return None
     if "string" in known.types:
         return node.text
     if not node.text:

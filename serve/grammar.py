@@ -1,0 +1,205 @@
+"""Grammars that an answer has to follow, and which tokens one allows behind each node of a tree.
+
+The library is llguidance. A grammar begins where the reasoning ends, and an answer can only end where it accepts.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonprefix
+from typing import Any, Literal
+
+import torch
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from torch import Tensor
+
+from serve.tool_calls import NAMESPACE
+from serve.tool_grammar import Rules, tool_calls_rule
+from target_model.chat import THINK_CLOSE, THINK_OPEN
+from target_model.errors import UserError
+from target_model.tokenizer import ThinkingMode, Tokenizer
+
+logger = logging.getLogger("serve.grammar")
+
+# Bounded, so that a model which likes white space still gets on.
+_WHITE_SPACE = r" |\n[ \t]{0,32}"
+Phase = Literal["opening", "reasoning", "waiting", "grammar"]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What one answer has to follow.
+
+    matcher: at its start. opening: where the answer begins. waits: the grammar only begins with the token that opens a
+    tool call, everything before it is free; else it holds from the end of the reasoning on. outside[phase]: the tokens
+    allowed before it begins, one bit each. words: of 32 bits, that the bits of all tokens take.
+    """
+
+    matcher: LLMatcher
+    opening: Phase
+    waits: bool
+    think_open: int | None
+    think_close: int | None
+    namespace: int | None
+    eos_ids: tuple[int, ...]
+    outside: dict[Phase, Tensor]
+    words: int
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer and a model of `vocab_size` ids. UserError says what a schema is not."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    def compile(
+        self,
+        schema: dict[str, Any] | None,
+        tools: list[dict[str, Any]],
+        mode: ThinkingMode,
+        *,
+        several: bool = True,
+        waits: bool = False,
+    ) -> Grammar:
+        """The grammar of an answer that is JSON by `schema`, or calls `tools`, or, where both are given, either.
+
+        `several`: it may call more than one. `waits`: only if it calls one; it may as well be free text.
+        """
+        special, rules = self._tokenizer.special, Rules()
+        parts = []
+        if schema is not None:
+            parts.append(rules.add(f"%json {_json({**schema, 'x-guidance': {'whitespace_pattern': _WHITE_SPACE}})}"))
+        if tools:
+            if NAMESPACE not in special:
+                raise UserError(f"tools: the tokenizer has no token {NAMESPACE!r}, with which calls begin")
+            parts.append(tool_calls_rule(rules, tools, special[NAMESPACE], several=several))
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules.lark(" | ".join(parts))), log_level=0)
+        if matcher.is_error():
+            raise UserError(_first_line(matcher.get_error()))
+        after_prompt: Phase = "waiting" if waits else "grammar"
+        return Grammar(
+            matcher,
+            {"enabled": "reasoning", "disabled": after_prompt, "adaptive": "opening"}[mode],
+            waits,
+            special.get(THINK_OPEN),
+            special.get(THINK_CLOSE),
+            special.get(NAMESPACE),
+            self._tokenizer.eos_ids,
+            {} if waits else self._outside,
+            -(-self._vocab_size // 32),
+        )
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
+        return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._tokenizer.eos_ids))
+
+    @cached_property
+    def _outside(self) -> dict[Phase, Tensor]:
+        """Reasoning is any text and has to end; an answer that may choose begins with one of the two marks."""
+        special = self._tokenizer.special
+        marks = {special[text] for text in (THINK_OPEN, THINK_CLOSE) if text in special}
+        opening = [token in marks for token in range(self._vocab_size)]
+        text = set(range(self._tokenizer.vocab_size)) - self._tokenizer.special_ids
+        reasoning = [token in text or token == special.get(THINK_CLOSE) for token in range(self._vocab_size)]
+        return {"opening": _words(opening), "reasoning": _words(reasoning)}
+
+
+class Constraint:
+    """A grammar at work on one answer: it follows the decided tokens and looks ahead along guessed ones."""
+
+    def __init__(self, grammar: Grammar):
+        self._grammar = grammar
+        self._matcher = grammar.matcher.deep_copy()
+        self._taken: list[tuple[Phase, bool]] = []  # phase before each guessed token, and whether the matcher took it
+        self._phase: Phase = grammar.opening
+        self._decided = 0
+
+    def masks(self, decided: Sequence[int], paths: list[tuple[int, ...]]) -> Tensor:
+        """Which tokens may follow each path behind `decided`, the whole answer so far: one bit each, int32 [N, words].
+
+        Behind a path that is forbidden itself everything is allowed: nobody gets there.
+        """
+        words_NW = torch.full((len(paths), self._grammar.words), -1, dtype=torch.int32)
+        for token in decided[self._decided :]:
+            if not self._push(token):
+                logger.error("token %d breaks the grammar of an answer", token)
+        self._decided = len(decided)
+        self._taken.clear()
+        current: tuple[int, ...] = ()
+        # Sorted, each path shares as much as possible with the one before it.
+        for row in sorted(range(len(paths)), key=paths.__getitem__):
+            path = paths[row]
+            shared = len(commonprefix([current, path]))
+            self._pop(len(current) - shared)
+            reached = shared
+            while reached < len(path) and self._push(path[reached]):
+                reached += 1
+            current = path[:reached]
+            if reached == len(path):
+                self._write(words_NW[row])
+        self._pop(len(current))
+        return words_NW
+
+    def _push(self, token: int) -> bool:
+        """Takes one more token; False, and nothing taken, when it is forbidden or ends the answer."""
+        grammar, before = self._grammar, self._phase
+        consumed = False
+        if token in grammar.eos_ids:
+            return False
+        if before == "grammar" or (before in ("waiting", "opening") and grammar.waits and token == grammar.namespace):
+            if self._matcher.try_consume_tokens([token]) != 1:
+                return False
+            self._phase, consumed = "grammar", True
+        elif token == grammar.think_close:
+            self._phase = "waiting" if grammar.waits else "grammar"
+        elif token == grammar.think_open:
+            self._phase = "reasoning"
+        elif before == "opening":
+            if not grammar.waits:
+                return False
+            self._phase = "waiting"
+        self._taken.append((before, consumed))
+        return True
+
+    def _pop(self, count: int) -> None:
+        for _ in range(count):
+            self._phase, consumed = self._taken.pop()
+            if consumed:
+                self._matcher.rollback(1)
+
+    def _write(self, words_W: Tensor) -> None:
+        if self._phase == "grammar":
+            self._matcher.unsafe_compute_mask_ptr(words_W.data_ptr(), words_W.numel() * words_W.element_size())
+        elif self._phase in self._grammar.outside:
+            words_W.copy_(self._grammar.outside[self._phase])
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        self._tokenizer = tokenizer
+        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_ids[0], None
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode())
+
+
+def _words(allowed: list[bool]) -> Tensor:
+    """One bit for each token, int32 [ceil(V / 32)]."""
+    bits = torch.zeros(-(-len(allowed) // 32) * 32, dtype=torch.int64)
+    bits[: len(allowed)] = torch.tensor(allowed, dtype=torch.int64)
+    return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _first_line(message: str) -> str:
+    return message.splitlines()[0]
