@@ -8,6 +8,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from serve.async_engine import EngineStopped, Overloaded
 from target_model.errors import UserError
@@ -84,6 +85,9 @@ def from_exception(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded")
     if isinstance(error, EngineStopped):
         return ApiError(503, str(error), code="unavailable")
+    if isinstance(error, ClientDisconnect):
+        # Nobody reads this; the log line says it as other servers' do.
+        return ApiError(499, "the client has hung up", code="client_closed_request")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     logger.error("internal error", exc_info=error)

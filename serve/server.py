@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from serve import api_errors
 from serve.api_errors import ApiError, from_user_error, parse_body
@@ -58,6 +59,7 @@ class ServeOptions:
     dummy: DummyWeights | None = None
     max_open: int = 1024
     language_only: bool = False
+    tensor_parallel: int = 1
     settings: Settings = field(default_factory=Settings)
 
 
@@ -82,6 +84,7 @@ def run(options: ServeOptions) -> None:
             index_dtype=options.index_dtype,
             dummy=options.dummy,
             language_only=options.language_only,
+            tensor_parallel=options.tensor_parallel,
         )
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         service = make_service(
@@ -163,7 +166,7 @@ def create_app(service: Service) -> FastAPI:
         service.close()
 
     app = FastAPI(title="m3-spec", lifespan=lifespan, docs_url=None, redoc_url=None)
-    for kind in (ApiError, EngineStopped, Overloaded, HTTPException, Exception):
+    for kind in (ApiError, EngineStopped, Overloaded, ClientDisconnect, HTTPException, Exception):
         app.add_exception_handler(kind, api_errors.handle)
     app.add_middleware(Gate, settings=service.settings)
     _add_completions(app, service)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
+from starlette.requests import ClientDisconnect
 
 from serve.answer import Answer, Delta
 from serve.api_errors import ApiError
@@ -89,6 +90,8 @@ class Service:
         All prompts show `images`. Whatever ends the block, none of them stays in the engine. When the client hangs up,
         they end with "abort".
         """
+        if await http.is_disconnected():  # while its prompt was being encoded
+            raise ClientDisconnect
         # A client may send the same id twice, the engine must not see it twice.
         name = f"{http.scope['state']['request_id']}-{uuid.uuid4().hex[:8]}"
         requests = [

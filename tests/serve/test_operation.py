@@ -1,4 +1,4 @@
-"""Requests that are dropped, an engine that crashes, a server that ends: nothing hangs and nothing is left behind."""
+"""An engine that crashes, a server that starts, ends, drains and asks for keys: nothing hangs, nothing is left behind."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import httpx
 import pytest
@@ -19,7 +18,7 @@ from serve.request import Request, SamplingParams
 from serve.server import bind
 from serve.service import Settings
 from target_model.errors import UserError
-from tests.serve.fake_engine import PAGES, FakeEngine, saying, service
+from tests.serve.fake_engine import FakeEngine, saying, service
 from tests.serve.http_client import ask, client, serving
 
 COMPLETIONS = "/v1/completions"
@@ -28,95 +27,6 @@ ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
 
 def endless(**options):
     return FakeEngine(lambda request: [50], seconds=0.002, **options)
-
-
-def until(condition, seconds=20.0):
-    """Waits for a condition; only a broken program takes long."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never happened"
-        time.sleep(0.01)
-
-
-def hang_up(url, body, wait):
-    """Sends a request by hand and closes the socket: right after the body, after a moment, or after two chunks."""
-    host, port = url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
-        if wait == "moment":
-            time.sleep(0.02)
-        elif wait == "chunks":
-            seen = b""
-            while seen.count(b"data: ") < 2:
-                seen += connection.recv(4096)
-
-
-@pytest.mark.parametrize(
-    ("body", "waits"),
-    [
-        ({"stream": True}, ("at once", "moment", "chunks")),
-        ({}, ("at once", "moment")),
-        ({"n": 3}, ("moment",)),
-        ({"n": 3, "stream": True}, ("chunks",)),
-    ],
-    ids=["stream", "whole", "three", "three streams"],
-)
-def test_hanging_up_frees_the_engine(body, waits):
-    """One request runs at a time, so most of these are dropped while they wait in the queue."""
-    made = service(endless(running=1))
-    fake = made.engine.engine
-    with serving(made) as url, httpx.Client(base_url=url, timeout=30) as http:
-        with http.stream("POST", COMPLETIONS, json={**ENDLESS, "stream": True}) as running:
-            next(running.iter_lines())  # it holds the only place
-            for wait in waits * 3:
-                hang_up(url, {**ENDLESS, **body}, "moment" if wait == "chunks" else wait)
-        for wait in waits * 3:
-            hang_up(url, {**ENDLESS, **body}, wait)
-        until(
-            lambda: (
-                fake.stats()["pages_free"] == PAGES and not fake.requests and made.engine.stats()["open_requests"] == 0
-            )
-        )
-        aborted = len(fake.aborted)
-        for _ in range(20):
-            response = http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3})
-            assert response.json()["usage"]["completion_tokens"] == 3
-        assert len(fake.aborted) == aborted  # a request that ended by itself is not aborted as well
-
-
-def test_stopping_to_read_frees_the_engine():
-    """In-process: closing the response early ends the request."""
-    made = service(endless())
-
-    async def run():
-        async with client(made) as http:
-            task = asyncio.create_task(http.post(COMPLETIONS, json=ENDLESS))
-            while not made.engine.engine.requests:
-                await asyncio.sleep(0.01)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            while made.engine.engine.requests:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), 30))
-
-
-def test_a_request_that_has_ended_is_not_aborted():
-    """Not even when it ended before anybody read that."""
-    made = service(saying("x"))
-
-    async def run():
-        made.engine.start()
-        stream = await made.engine.submit(Request("a", [1], SamplingParams()))
-        await asyncio.to_thread(until, lambda: made.engine.stats()["open_requests"] == 0)
-        stream.cancel()
-        await made.engine.drain(1)
-
-    asyncio.run(run())
-    assert made.engine.engine.aborted == []
 
 
 def test_a_crash_ends_every_stream_and_fails_health():
