@@ -7,22 +7,24 @@ random numbers: as easy as 1, 2, 3", SC'11); integer arithmetic gives the same o
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Words = Tensor | np.ndarray
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of 32 random bits (int64 tensors) from a counter of four words and a key of two,
-    broadcast together.
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
+    """Philox4x32-10: four words of 32 random bits (in int64) from a counter of four words and a key of two, broadcast
+    together. Tensors or numpy arrays, all int64.
     """
     c0, c1, c2, c3 = counter
-    rounds = torch.arange(10, device=key[0].device)
-    keys = [((word[..., None] + rounds * weyl) & _MASK).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)]
-    for k0, k1 in zip(*keys, strict=True):
+    k0, k1 = key
+    for _ in range(10):
         # int64 products wrap; the low 64 bits are still right, and the mask undoes the sign of the shift.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
@@ -31,6 +33,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
             ((product0 >> 32) & _MASK) ^ c3 ^ k1,
             product0 & _MASK,
         )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 
@@ -89,12 +92,17 @@ def _uniform(
     device: torch.device | str,
     stream: int,
 ) -> Tensor:
-    def column(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+    # Numpy runs these short integer operations about three times as fast as torch does on a CPU.
+    on_cpu = torch.device(device).type == "cpu"
 
-    words = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)[None, :]
-    counter = (words, column(positions), column(choices), torch.full_like(words, stream))
+    def column(values: Sequence[int]) -> Words:
+        words_N1 = np.array(values, dtype=np.int64)[:, None]
+        return words_N1 if on_cpu else torch.from_numpy(words_N1).to(device)
+
+    place = column(range((count + 3) // 4)).T
+    counter = (place, column(positions), column(choices), column([stream]))
     key = (column([seed & _MASK for seed in seeds]), column([(seed >> 32) & _MASK for seed in seeds]))
-    bits = torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
+    words = [torch.as_tensor(word) for word in philox(counter, key)]
+    bits = torch.stack(words, dim=-1).flatten(1)[:, :count]
     # 23 bits and a half are exact in fp32, so the number is never 0 or 1.
     return ((bits >> 9).float() + 0.5) * 2.0**-23
