@@ -13,8 +13,10 @@ from draft_model.model import Eagle3Draft
 from draft_model.resolve import ResolvedDraft, resolve_draft
 from serve.budget import CostTable
 from serve.engine import Engine
+from serve.lockstep import LeaderTarget
 from serve.measure import measure_costs
 from serve.tree import TreeConfig
+from serve.workers import TargetPlan, check_plan, lead_target
 from target_model.checkpoint import load_target
 from target_model.dummy import DummyWeights, dummy_target
 from target_model.errors import UserError
@@ -67,6 +69,7 @@ def load_engine(
     index_dtype: torch.dtype | None = None,
     dummy: DummyWeights | None = None,
     language_only: bool = True,
+    tensor_parallel: int = 1,
 ) -> tuple[Engine, Tokenizer, Description]:
     """Loads a target and its draft (None: plain decoding), by default in bf16 on a GPU or in fp32 on the CPU.
 
@@ -78,6 +81,9 @@ def load_engine(
 
     Without `language_only` the vision tower comes along, where the checkpoint has one.
 
+    With `tensor_parallel` processes the target is split over them (one GPU each, on CUDA); they are started here, and
+    `close` on `engine.runner.target.followers` ends them before this process does.
+
     With `dummy` nothing is loaded but a config: random weights, also of the draft `eagle3`, and the bundled tokenizer.
 
     Raises UserError for anything missing, damaged or not fitting together.
@@ -87,12 +93,13 @@ def load_engine(
     resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = _choose_draft(draft, resolved, dummy)
-    model = _load(resolved, target, dummy, dtype=dtype, device=device, language_only=language_only)
-    small = torch.device(device).type == "cpu" and model.config.hidden_size <= SMALL_HIDDEN
-    if small and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
+    plan = TargetPlan(target, tensor_parallel, dtype, device, _threads(resolved, device, tensor_parallel), dummy)
+    if plan.threads is not None:
+        torch.set_num_threads(plan.threads)
+    model = _load(resolved, plan, language_only=language_only)
+    device = str(model.device)
     processor = _pictures(model, tokenizer, resolved.path)
-    draft_model = _load_draft(draft, chosen, model, draft_dtype or _draft_dtype(dtype, device), device)
+    draft_model = _load_draft(draft, chosen, resolved, model, draft_dtype or _draft_dtype(dtype, device))
     engine = Engine(
         model,
         draft_model,
@@ -109,6 +116,7 @@ def load_engine(
     )
     lines = (
         f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
+        *_processes(model),
         _why(draft, chosen),
         *([_speculation(engine)] if draft_model is not None else []),
         "pictures: yes" if processor is not None else "pictures: no, the vision tower is not loaded",
@@ -149,18 +157,31 @@ def _dummy(target: str, dummy: DummyWeights) -> ResolvedTarget:
     return ResolvedTarget(target, BUNDLED / "m3-tiny", config)
 
 
-def _load(
-    resolved: ResolvedTarget,
-    target: str,
-    dummy: DummyWeights | None,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    language_only: bool = True,
-) -> TargetModel:
-    if dummy is None:
-        return load_target(target, dtype=dtype, device=device, language_only=language_only)
-    return dummy_target(resolved.name, resolved.config, dummy.format_name, dtype=dtype, device=device)
+def _threads(target: ResolvedTarget, device: str, processes: int) -> int | None:
+    """CPU threads of each process; None: as many as torch takes."""
+    if torch.device(device).type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    if target.config.hidden_size <= SMALL_HIDDEN:
+        return 1
+    return None if processes == 1 else max(1, (os.cpu_count() or 1) // processes)
+
+
+def _load(resolved: ResolvedTarget, plan: TargetPlan, *, language_only: bool = True) -> TargetModel:
+    options = {"dtype": plan.dtype, "device": plan.device}
+    if plan.size > 1:
+        check_plan(resolved.config, plan)
+        return lead_target(plan, resolved.config, language_only=language_only)
+    if plan.dummy is None:
+        return load_target(plan.target, language_only=language_only, **options)
+    return dummy_target(resolved.name, resolved.config, plan.dummy.format_name, **options)
+
+
+def _processes(target: TargetModel) -> list[str]:
+    if not isinstance(target, LeaderTarget):
+        return []
+    crew = target.followers
+    others = ", ".join(map(str, crew.process_ids))
+    return [f"split over {crew.size} processes: this one, {os.getpid()}, leads {others}"]
 
 
 def _pictures(target: TargetModel, tokenizer: Tokenizer, path: Path) -> VisionProcessor | None:
@@ -190,13 +211,17 @@ def _draft_dtype(target: torch.dtype, device: str) -> torch.dtype:
 
 
 def _load_draft(
-    draft: str | None, chosen: ResolvedDraft | None, target: TargetModel, dtype: torch.dtype, device: str
+    draft: str | None,
+    chosen: ResolvedDraft | None,
+    resolved: ResolvedTarget,
+    target: TargetModel,
+    dtype: torch.dtype,
 ) -> Eagle3Draft | None:
     if draft is None:
         return None
     if chosen is None:
-        return dummy_draft(target.config, dtype=dtype, device=device)
-    model = load_draft(chosen.path, dtype, device, chosen.default_taps)
+        return dummy_draft(resolved.config, dtype=dtype, device=target.device)
+    model = load_draft(chosen.path, dtype, target.device, chosen.default_taps)
     check_pair(target, model, chosen.path)
     return model
 

@@ -157,9 +157,9 @@ def by_file(stored: Mapping[str, StoredTensor], weights: Iterable[StoredWeight])
 
 
 def stream_weights(
-    name: str, stored: Mapping[str, StoredTensor], wanted: Iterable[Wanted]
+    name: str | None, stored: Mapping[str, StoredTensor], wanted: Iterable[Wanted]
 ) -> Iterator[tuple[TensorSpec, Tensor | Packed]]:
-    """Reads file by file, tensor by tensor; a large load shows how far it is, as that of `name`."""
+    """Reads file by file, tensor by tensor; a large load shows how far it is, as that of `name` (None: it does not)."""
     places = {each.weight.values: each for each in wanted}
     with LoadProgress(name, sum(_bytes(each, stored) for each in places.values())) as progress:
         for file, weights in by_file(stored, [each.weight for each in places.values()]).items():

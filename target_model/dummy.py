@@ -1,10 +1,11 @@
 """Targets with random weights, for performance work: the full model or fewer layers, in any format, made in place."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from target_model.config import M3Config
 from target_model.errors import UserError
@@ -13,6 +14,8 @@ from target_model.memory import check_memory
 from target_model.model import TargetModel
 from target_model.quantised import QuantisedWeight
 from target_model.quantised_formats import E2M1, Format
+from target_model.shard_loading import check_groups
+from target_model.sharding import Shard, ShardedTarget, local_config, shard_specs
 from target_model.tensor_names import text_specs
 
 
@@ -66,6 +69,41 @@ def dummy_target(
     model = TargetModel(config, dtype, formats=formats)
     model.materialise(device)
     generator = torch.Generator(device).manual_seed(seed)
+    _fill(model, generator, generator)
+    return model
+
+
+def dummy_shard(
+    name: str,
+    config: M3Config,
+    shard: Shard,
+    format_name: str = "bf16",
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    build: Callable[..., ShardedTarget] = ShardedTarget,
+) -> ShardedTarget:
+    """One process's part of a target with random weights; what the ranks repeat is the same on all of them, except that
+    KV heads are not.
+    """
+    formats, held = parameter_formats(config, format_name), local_config(config, shard)
+    own_formats = {}
+    for published, own, region in shard_specs(config, shard):
+        form = formats.get(published.destination)
+        if form is not None:
+            check_groups(published.name, form, region, shard.size)
+            own_formats[own.destination] = form
+    check_memory(name, config, dtype, device, formats=own_formats, held=held)
+    model = build(config, shard, dtype, formats=own_formats)
+    model.materialise(device)
+    own, repeated = (torch.Generator(device).manual_seed(number) for number in (seed + 1 + shard.rank, seed))
+    _fill(model, own, repeated)
+    return model
+
+
+def _fill(model: TargetModel, generator: torch.Generator, repeated: torch.Generator) -> None:
+    """Random numbers everywhere; those of embedding and routers are drawn with `repeated`."""
     quantised = {module for module in model.modules() if isinstance(module, QuantisedWeight)}
     inside = {id(parameter) for module in quantised for parameter in module.parameters()}
     for module in model.modules():
@@ -74,8 +112,8 @@ def dummy_target(
             continue
         for place, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in inside:
-                _fill_plain(place, parameter, generator)
-    return model
+                shared = place == "gate" or isinstance(module, nn.Embedding)
+                _fill_plain(place, parameter, repeated if shared else generator)
 
 
 def check_without_storage(config: M3Config, format_name: str, dtype: torch.dtype = torch.bfloat16) -> int:

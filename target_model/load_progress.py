@@ -11,12 +11,12 @@ LARGE = 2 * 10**9
 
 
 class LoadProgress:
-    """A context manager around a load of `total` bytes; silent for small ones."""
+    """A context manager around a load of `total` bytes; silent for small ones, and without a name."""
 
-    def __init__(self, name: str, total: int):
+    def __init__(self, name: str | None, total: int):
         self.name, self.total, self.done = name, total, 0
         console = Console(stderr=True)
-        self._shown = total >= LARGE
+        self._shown = name is not None and total >= LARGE
         self._progress = Progress(
             TextColumn("loading {task.description}"),
             BarColumn(bar_width=24),
@@ -28,7 +28,7 @@ class LoadProgress:
             disable=not (self._shown and console.is_terminal),
         )
         self._console = console
-        self._task = self._progress.add_task(name, total=total)
+        self._task = self._progress.add_task(name or "", total=total)
 
     def __enter__(self) -> "LoadProgress":
         self._started = time.perf_counter()

@@ -48,7 +48,8 @@ def load_shard(
     check_memory(resolved.name, config, dtype, device, language_only=not vision, formats=formats, held=held)
     model = build(config, shard, dtype, vision=vision, formats=formats)
     model.materialise(device)
-    fill_parameters(model, stream_weights(resolved.name, stored, wanted))
+    # One of the ranks that load at the same time shows how far they are.
+    fill_parameters(model, stream_weights(resolved.name if shard.rank == 0 else None, stored, wanted))
     return model
 
 

@@ -32,6 +32,9 @@ OPEN = typer.Option(min=1, help="Requests taken, queued ones included.")
 PICTURES = typer.Option(
     exists=True, file_okay=False, help="Directory whose pictures file: URLs may name. Default: no local files."
 )
+PROCESSES = typer.Option(
+    "--tp", min=1, help="Split the target over this many processes, one GPU each: heads, inner widths and experts."
+)
 LANGUAGE_ONLY = typer.Option("--language-only", help="Leave the vision tower on disk: no pictures.")
 API_KEY = typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False)
 
@@ -46,6 +49,7 @@ def serve(
     port: Annotated[int, PORT] = 8000,
     model_name: Annotated[str | None, MODEL_NAME] = None,
     device: Device = "auto",
+    tensor_parallel: Annotated[int, PROCESSES] = 1,
     dtype: Annotated[str | None, DTYPE] = None,
     kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
     index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
@@ -93,6 +97,7 @@ def serve(
         max_running=max_running,
         max_open=max_open,
         language_only=language_only,
+        tensor_parallel=tensor_parallel,
         settings=Settings(api_keys=tuple(api_key or ()), pictures=PictureLimits(pictures)),
     )
     run(options)

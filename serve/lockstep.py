@@ -1,0 +1,229 @@
+"""One target in several processes that run in step: what the leader is asked, the others are told to repeat.
+
+A message through a pipe says what is to be run, the tensors of the batch follow as a broadcast. Only the leader knows
+requests, drafts and samples. Shapes: T rows, H hidden, R sequences, M moves.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from target_model.batch import Batch
+from target_model.cache import DraftKVShape, PagedCache
+from target_model.config import M3Config
+from target_model.model import Recorder, TargetOutput
+from target_model.quantised_formats import Format
+from target_model.sharding import Shard, ShardedTarget
+
+_TENSORS = (
+    "token_ids", "positions", "slots", "physical_slots", "row_start", "committed", "block_table", "ancestors",
+    "image_rows",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """What a batch is made of: (name, shape, type) of its integer tensors, its host fields, shape of its image features
+    or None.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    row_counts: tuple[int, ...]
+    max_context: int
+    page_size: int
+    features: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class MakeCache:
+    number: int
+    pages: int
+    kv_dtype: torch.dtype | None
+    index_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Forward:
+    cache: int
+    layout: BatchLayout
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Of states of this shape, [.., H]."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """After the last Forward on this cache; `shape` of the path, [R, M]."""
+
+    cache: int
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DropCache:
+    number: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+class Followers(Protocol):
+    """How the leader reaches the others."""
+
+    def tell(self, message: Any) -> None:
+        """Sends a message to all of them."""
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around what can only fail because one of them is gone."""
+
+
+class LeaderCache(PagedCache):
+    """The leader's part of a cache that every process has a part of; the draft's rows are here only."""
+
+    def __init__(self, number: int, followers: Followers, config: M3Config, pages: int, **options: Any):
+        super().__init__(config, pages, **options)
+        self.number, self._followers = number, followers
+
+    def commit(self, batch: Batch, path_RM: Tensor) -> None:
+        with self._followers.guard():
+            self._followers.tell(Commit(self.number, tuple(path_RM.shape)))
+            dist.broadcast(path_RM.contiguous(), 0)
+        super().commit(batch, path_RM)
+
+
+class LeaderTarget(ShardedTarget):
+    """Rank 0 of a target. To its user it is a target like any other."""
+
+    def __init__(
+        self,
+        config: M3Config,
+        shard: Shard,
+        dtype: torch.dtype = torch.float32,
+        *,
+        followers: Followers,
+        vision: bool = False,
+        formats: Mapping[str, Format] | None = None,
+    ):
+        super().__init__(config, shard, dtype, vision=vision, formats=formats)
+        self.followers = followers
+        self._caches = 0
+        self._dropped: list[int] = []
+
+    def make_cache(
+        self,
+        pages: int,
+        *,
+        draft: DraftKVShape | None = None,
+        kv_dtype: torch.dtype | None = None,
+        index_dtype: torch.dtype | None = None,
+    ) -> LeaderCache:
+        while self._dropped:
+            self.followers.tell(DropCache(self._dropped.pop()))
+        number, self._caches = self._caches, self._caches + 1
+        self.followers.tell(MakeCache(number, pages, kv_dtype, index_dtype))
+        cache = LeaderCache(
+            number,
+            self.followers,
+            self.config,
+            pages,
+            dtype=self.dtype,
+            device=self.device,
+            draft=draft,
+            kv_dtype=kv_dtype,
+            index_dtype=index_dtype,
+        )
+        weakref.finalize(cache, self._dropped.append, number)
+        return cache
+
+    def forward(
+        self, batch: Batch, cache: LeaderCache, taps: Sequence[int] = (), recorder: Recorder | None = None
+    ) -> TargetOutput:
+        with self.followers.guard():
+            layout, integers = pack(batch)
+            self.followers.tell(Forward(cache.number, layout))
+            dist.broadcast(integers, 0)
+            if batch.image_features is not None:
+                dist.broadcast(batch.image_features.contiguous(), 0)
+            return super().forward(batch, cache, taps, recorder)
+
+    def logits(self, final_state: Tensor) -> Tensor:
+        with self.followers.guard():
+            self.followers.tell(Logits(tuple(final_state.shape)))
+            dist.broadcast(final_state.contiguous(), 0)
+            return super().logits(final_state)
+
+
+def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
+    """Repeats what the leader does until it says stop."""
+    caches: dict[int, PagedCache] = {}
+    batches: dict[int, Batch] = {}
+
+    def broadcast(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        received = torch.empty(shape, dtype=dtype, device=target.device)
+        dist.broadcast(received, 0)
+        return received
+
+    with torch.inference_mode():
+        while True:
+            match receive():
+                case Forward(cache, layout):
+                    integers = broadcast((_size(layout),), torch.int64)
+                    features = None if layout.features is None else broadcast(layout.features, target.dtype)
+                    batches[cache] = unpack(layout, integers, features)
+                    target(batches[cache], caches[cache])
+                case Logits(shape):
+                    target.logits(broadcast(shape, target.dtype))
+                case Commit(cache, shape):
+                    caches[cache].commit(batches[cache], broadcast(shape, torch.int64))
+                case MakeCache(number, pages, kv_dtype, index_dtype):
+                    caches[number] = target.make_cache(pages, kv_dtype=kv_dtype, index_dtype=index_dtype)
+                case DropCache(number):
+                    caches.pop(number)
+                    batches.pop(number, None)
+                case Stop():
+                    return
+
+
+def pack(batch: Batch) -> tuple[BatchLayout, Tensor]:
+    """The layout of a batch, and all its integers in one tensor."""
+    present = {name: value for name in _TENSORS if (value := getattr(batch, name)) is not None}
+    features = None if batch.image_features is None else tuple(batch.image_features.shape)
+    layout = BatchLayout(
+        tuple((name, tuple(value.shape), value.dtype) for name, value in present.items()),
+        batch.row_counts,
+        batch.max_context,
+        batch.page_size,
+        features,
+    )
+    return layout, torch.cat([value.flatten().long() for value in present.values()])
+
+
+def unpack(layout: BatchLayout, integers: Tensor, features: Tensor | None) -> Batch:
+    """The batch again."""
+    found: dict[str, Tensor | None] = dict.fromkeys(_TENSORS)
+    parts = integers.split([torch.Size(shape).numel() for _, shape, _ in layout.tensors])
+    for (name, shape, dtype), part in zip(layout.tensors, parts, strict=True):
+        found[name] = part.view(shape).to(dtype)
+    return Batch(
+        **found,
+        row_counts=layout.row_counts,
+        max_context=layout.max_context,
+        page_size=layout.page_size,
+        image_features=features,
+    )
+
+
+def _size(layout: BatchLayout) -> int:
+    return sum(torch.Size(shape).numel() for _, shape, _ in layout.tensors)
