@@ -16,6 +16,10 @@ from serve.async_engine import AsyncEngine
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 _RECENT = 100
+_COUNTED_HERE = frozenset(
+    "verify_steps emitted_tokens drafted_tokens accepted_tokens accepted_per_depth accepted_histogram "
+    "acceptance_length".split()
+)
 
 
 class Metrics:
@@ -111,7 +115,8 @@ class Metrics:
                 "draft_ms, verify_ms": "the requests' shares of the time of their steps; other_ms: prefill, waiting, "
                 "scheduling",
             },
-            "engine": self._engine.stats(),
+            # Its own counts of tokens would disagree: they go on behind the stop strings of answers.
+            "engine": {name: value for name, value in self._engine.stats().items() if name not in _COUNTED_HERE},
             "recent": list(self.recent),
         }
 
