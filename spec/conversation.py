@@ -20,23 +20,18 @@ TRAINED = "bold green"
 
 @dataclass(frozen=True)
 class Settings:
-    """`row` counts the rows of the file from 1; `table` adds the (feature, input, label) rows of TTT step 0."""
+    """`row` counts the rows of the data from 1; `table` adds the (feature, input, label) rows of TTT step 0."""
 
-    file: str
+    data: DataConfig
     target: str
     row: int = 1
     table: bool = False
-    thinking_mode: str = "auto"
-    sequence_length: int = 512
 
 
 def show(settings: Settings, console: Console) -> None:
-    """Prints one row, then what a training run would keep and drop of the whole file."""
+    """Prints one row, then what a training run would keep and drop of all rows."""
     tokenizer = load_tokenizer(resolve_target(settings.target).path)
-    config = DataConfig(
-        path=settings.file, thinking_mode=settings.thinking_mode, sequence_length=settings.sequence_length
-    )
-    document, reason = read_document(config, tokenizer, settings.row)
+    document, reason = read_document(settings.data, tokenizer, settings.row)
     if document is None:
         console.print(f"row {settings.row} is left out: {reason}", highlight=False)
     else:
@@ -51,7 +46,7 @@ def show(settings: Settings, console: Console) -> None:
         if settings.table:
             console.print(rows_table(tokenizer, ids, counted))
     try:
-        console.print(load_rows(config, tokenizer, 0).summary(), highlight=False, soft_wrap=True)
+        console.print(load_rows(settings.data, tokenizer, 0).summary(), highlight=False, soft_wrap=True)
     except UserError as error:
         console.print(str(error), highlight=False, soft_wrap=True)
 

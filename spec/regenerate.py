@@ -5,10 +5,8 @@ Each output row holds the conversation up to one assistant turn, the target's an
 way it was produced.
 """
 
-import gzip
 import hashlib
 import json
-import lzma
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from serve.engine import Engine
 from serve.request import Completion, Request, SamplingParams, Update
 from target_model.errors import UserError
 from target_model.tokenizer import Tokenizer
+from train.sources import parse_lines, read_file
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def run(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> dict[str, i
 def _prompts(tokenizer: Tokenizer, settings: Settings, context: int) -> tuple[list[dict[str, Any]], int]:
     """The prompts of this part, and how many rows had none or one that leaves no room for an answer."""
     prompts, skipped = [], 0
-    for number, raw in enumerate(_rows(settings.sources)):
+    for number, raw in enumerate(row for source in settings.sources for row, _ in read_file(source)):
         if settings.limit is not None and number >= settings.limit:
             break
         if number % settings.parts != settings.part:
@@ -105,30 +104,6 @@ def _prompts(tokenizer: Tokenizer, settings: Settings, context: int) -> tuple[li
     return prompts, skipped
 
 
-def _rows(sources: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for name in sources:
-        opener = {".xz": lzma.open, ".gz": gzip.open}.get(Path(name).suffix, open)
-        try:
-            with opener(name, "rt", encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield _row(line, f"{name}:{number}")
-        except FileNotFoundError:
-            raise UserError(f"data file {name} does not exist") from None
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            raise UserError(f"data file {name} cannot be read: {error}") from None
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where} must be a JSON object")
-    return value
-
-
 def _finished(output: Path) -> set[str]:
     """Ids in the output; a last line cut off by a crash is removed."""
     if not output.exists():
@@ -137,7 +112,7 @@ def _finished(output: Path) -> set[str]:
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
         os.truncate(output, whole)
-    return {_row(line, str(output))["id"] for line in data[:whole].decode().splitlines()}
+    return {row["id"] for row, _ in parse_lines(data[:whole].decode().splitlines(), str(output))}
 
 
 def _answers(engine: Engine, settings: Settings, todo: list[dict]) -> Iterator[tuple[dict, Completion]]:

@@ -112,7 +112,7 @@ def _description(
         "rows_sha256": digest.hexdigest(),
         "tokens": rows.tokens,
         "supervised": rows.supervised,
-        "documents_read": rows.documents_read,
+        "documents_read": dict(rows.documents_read),
         "dropped": dict(rows.dropped),
         "dtype": dtype,
         "compute_dtype": str(compute).removeprefix("torch."),

@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -17,15 +17,54 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class DataConfig(_Section):
-    """Where the rows come from and how they are cut."""
+Section = TypeVar("Section", bound=_Section)
+ThinkingMode = Literal["auto", "enabled", "disabled", "adaptive"]
 
-    path: str | list[str] = Field(description="JSONL files (also .xz, .gz) or `bundled:demo`")
+
+class SourceConfig(_Section):
+    """One of several sources: `path` as in `data.path`."""
+
+    path: str
+    weight: float | None = Field(None, gt=0, description="share of the mixture; given for all sources or for none")
+    thinking_mode: ThinkingMode | None = Field(None, description="None: data.thinking_mode")
+
+
+class DataConfig(_Section):
+    """Where the rows come from and how they are cut. One of `path` and `sources` is given."""
+
+    path: str | list[str] | None = Field(
+        None,
+        description="JSONL (also .xz, .gz) or parquet files, directories of them or saved by `datasets`, "
+        "`hub:OWNER/NAME:SPLIT`, `bundled:demo`",
+    )
+    sources: list[SourceConfig] | None = Field(None, min_length=1)
+    exhausted: Literal["stop", "repeat"] = Field(
+        "stop",
+        description="a weighted mixture ends where a source does, or starts that source over until all were read",
+    )
+    streaming: bool = Field(
+        True, description="parquet and hub data are read as they come; false: by way of the cache of `datasets`"
+    )
     sequence_length: int = Field(512, ge=8)
     packing: bool = Field(False, description="several documents in one row; none of them sees another")
     overflow: Literal["split", "truncate"] = Field("split", description="what happens to a document longer than a row")
-    thinking_mode: Literal["auto", "enabled", "disabled", "adaptive"] = "auto"
+    thinking_mode: ThinkingMode = "auto"
     max_documents: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> "DataConfig":
+        if (self.path is None) == (self.sources is None):
+            raise ValueError("give one of path and sources")
+        if len({source.weight is None for source in self.sources or ()}) == 2:
+            raise ValueError("give all sources a weight, or none")
+        return self
+
+    @property
+    def description(self) -> str:
+        """The paths, for messages."""
+        if self.sources is not None:
+            return ", ".join(source.path for source in self.sources)
+        return self.path if isinstance(self.path, str) else ", ".join(self.path)
 
 
 class DraftSettings(_Section):
@@ -190,10 +229,15 @@ def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...
 
 def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:
     """Validates plain values; the first mistake becomes one line that names its key."""
+    return parse_section(TrainConfig, values, where)
+
+
+def parse_section(section: type[Section], values: dict[str, Any], where: str) -> Section:
+    """The same for one section."""
     try:
-        return TrainConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_sentence(error.errors()[0])}") from None
+        raise UserError(f"{where}: {_sentence(error.errors()[0], section)}") from None
 
 
 def _parse(text: str, where: str) -> Any:
@@ -215,14 +259,20 @@ def _apply(values: dict[str, Any], override: str) -> None:
     values[parts[-1]] = _parse(text, f"override {key}")
 
 
-def _sentence(error: dict[str, Any]) -> str:
+def _section_of(annotation: Any) -> Any:
+    """The section in an annotation: itself, or what a list or an optional one holds."""
+    while get_args(annotation):
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def _sentence(error: dict[str, Any], section: Any) -> str:
     # Unions add the branch's type to the location; field names are what the user wrote.
     parts = [str(part) for part in error["loc"] if str(part) not in ("str", "list[str]")]
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        section: Any = TrainConfig
-        for part in parts[:-1]:
-            section = section.model_fields[part].annotation
+        for part in (part for part in parts[:-1] if not part.isdigit()):
+            section = _section_of(section.model_fields[part].annotation)
         close = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
         return f"unknown key {key}" + (f" (did you mean {close[0]}?)" if close else "")
     if error["type"] == "missing":

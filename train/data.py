@@ -4,15 +4,11 @@ N training rows, S tokens in a row. A row holds one document, or with packing se
 split or truncated.
 """
 
-import gzip
 import itertools
 import json
-import lzma
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +16,7 @@ import numpy as np
 from target_model.errors import UserError
 from target_model.tokenizer import Tokenizer
 from train.config import DataConfig
+from train.sources import RawRow, read_rows
 
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "bing": "assistant",
@@ -40,14 +37,15 @@ class TrainingRows:
     """int32 [N, S] each. `documents` counts the documents of a row from 1, 0 is padding; a span number is unique in its
     row.
 
-    dropped counts the input rows that were left out, by reason; `tokens` and `supervised` count what was kept.
+    dropped counts the input rows that were left out, by reason, documents_read all input rows, by source; `tokens` and
+    `supervised` count what was kept.
     """
 
     token_ids: np.ndarray
     documents: np.ndarray
     spans: np.ndarray
     dropped: Counter
-    documents_read: int
+    documents_read: Counter
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -62,8 +60,11 @@ class TrainingRows:
 
     def summary(self) -> str:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items())) or "none"
+        read = f"{self.documents_read.total()} documents"
+        if len(self.documents_read) > 1:
+            read += f" ({', '.join(f'{count} {source}' for source, count in self.documents_read.items())})"
         return (
-            f"{self.documents_read} documents, {len(self)} rows of {self.token_ids.shape[1]}, {self.tokens} tokens, "
+            f"{read}, {len(self)} rows of {self.token_ids.shape[1]}, {self.tokens} tokens, "
             f"{self.supervised} supervised; dropped: {dropped}"
         )
 
@@ -90,20 +91,19 @@ def valid_steps(documents: np.ndarray, spans: np.ndarray, steps: int) -> np.ndar
 
 def load_rows(config: DataConfig, tokenizer: Tokenizer, seed: int) -> TrainingRows:
     """Reads, tokenises and lays out all rows. Refuses a data set in which nothing is supervised."""
-    paths = [config.path] if isinstance(config.path, str) else config.path
     dropped: Counter = Counter()
+    read: Counter = Counter()
     documents: list[Document] = []
-    read = 0
-    for raw, where in _read(paths, config.max_documents):
-        read += 1
-        document = _tokenise(raw, where, tokenizer, config, dropped)
+    for row in read_rows(config, seed):
+        read[row.source.path] += 1
+        document = _tokenise(row, tokenizer, config, dropped)
         if document is not None:
             documents += _cut(document, config, dropped)
-    if read == 0:
-        raise UserError(f"the data set {', '.join(paths)} is empty")
+    if not read:
+        raise UserError(f"the data set {config.description} is empty")
     if not documents:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        raise UserError(f"no row of {', '.join(paths)} can be trained on: {reasons}")
+        raise UserError(f"no row of {config.description} can be trained on: {reasons}")
     order = np.random.default_rng([seed, 1]).permutation(len(documents))
     bins = _pack([documents[i] for i in order], config.sequence_length if config.packing else 0)
     return TrainingRows(*_lay_out(bins, config.sequence_length), dropped, read)
@@ -111,55 +111,16 @@ def load_rows(config: DataConfig, tokenizer: Tokenizer, seed: int) -> TrainingRo
 
 def read_document(config: DataConfig, tokenizer: Tokenizer, number: int) -> tuple[Document | None, str]:
     """Row `number` (from 1) of the data before it is cut, or None and the reason why it is dropped."""
-    paths = [config.path] if isinstance(config.path, str) else config.path
-    for raw, where in itertools.islice(_read(paths, None), number - 1, None):
+    for row in itertools.islice(read_rows(config, 0), number - 1, None):
         dropped: Counter = Counter()
-        return _tokenise(raw, where, tokenizer, config, dropped), ", ".join(dropped)
-    raise UserError(f"{', '.join(paths)} has no row {number}")
+        return _tokenise(row, tokenizer, config, dropped), ", ".join(dropped)
+    raise UserError(f"{config.description} has no row {number}")
 
 
-def _read(paths: Iterable[str], limit: int | None) -> Iterator[tuple[dict[str, Any], str]]:
-    count = 0
-    for name in paths:
-        path = bundled_path(name.removeprefix("bundled:")) if name.startswith("bundled:") else Path(name)
-        opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-        try:
-            with opener(path, "rt", encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if count == limit:
-                        return
-                    if line.strip():
-                        count += 1
-                        yield _json_object(line, f"{path}:{number}"), f"{path}:{number}"
-        except FileNotFoundError:
-            raise UserError(f"data file {path} does not exist") from None
-        except (OSError, EOFError, UnicodeError, lzma.LZMAError) as error:
-            raise UserError(f"data file {path} cannot be read: {error}") from None
-
-
-def bundled_path(name: str) -> Path:
-    """A data file that comes with the package."""
-    path = Path(str(resources.files("train"))) / "bundled" / f"{name}.jsonl.xz"
-    if not path.is_file():
-        raise UserError(f"no bundled data set {name} ({path.name} is not in the package)")
-    return path
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{where} must be a JSON object")
-    return value
-
-
-def _tokenise(
-    raw: dict[str, Any], where: str, tokenizer: Tokenizer, config: DataConfig, dropped: Counter
-) -> Document | None:
+def _tokenise(row: RawRow, tokenizer: Tokenizer, config: DataConfig, dropped: Counter) -> Document | None:
+    raw = row.values
     if "token_ids" in raw:
-        return _tokenised(raw, where, tokenizer.vocab_size)
+        return _tokenised(raw, row.where, tokenizer.vocab_size)
     if "text" in raw:
         if not isinstance(raw["text"], str) or not raw["text"]:
             dropped["without text"] += 1
@@ -168,14 +129,16 @@ def _tokenise(
         return Document(ids, np.ones_like(ids))
     messages = _messages(raw)
     if messages is None:
-        raise UserError(f"{where} has none of the keys messages, conversations, text")
+        raise UserError(f"{row.where} has none of the keys messages, conversations, text, token_ids")
     if not any(message.get("role") == "assistant" for message in messages):
         dropped["without an assistant turn"] += 1
         return None
     try:
-        ids, mask = tokenizer.render_training(messages, thinking_mode=config.thinking_mode)
-    except UserError:
-        dropped["that the chat template refuses"] += 1
+        mode = row.source.thinking_mode or config.thinking_mode
+        ids, mask = tokenizer.render_training(messages, _tools(raw), thinking_mode=mode)
+    except UserError as error:
+        # Without the number of the message: rows with the same fault are counted together.
+        dropped[f"that the chat format refuses ({re.sub(r'[[][0-9]+[]]', '', str(error))[:120]})"] += 1
         return None
     mask = np.array(mask, bool)
     starts = mask & ~np.concatenate([[False], mask[:-1]])
@@ -200,7 +163,34 @@ def _messages(raw: dict[str, Any]) -> list[dict[str, Any]] | None:
     turns = raw.get("conversations")
     if not isinstance(turns, list):
         return None
-    return [{"role": _SHAREGPT_ROLES.get(t.get("from"), t.get("from")), "content": t.get("value")} for t in turns]
+    return [_sharegpt_message(turn) for turn in turns]
+
+
+def _sharegpt_message(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn of ShareGPT. `function_call` is an assistant's turn whose value is the call, as JSON."""
+    role, value = turn.get("from"), turn.get("value")
+    if role != "function_call":
+        return {"role": _SHAREGPT_ROLES.get(role, role), "content": value}
+    call = _json_or_none(value)
+    calls = call if isinstance(call, list) else [call]
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]}
+
+
+def _tools(raw: dict[str, Any]) -> list[Any] | None:
+    """Tool definitions beside the conversation, also as JSON text, as tables hold them."""
+    tools = raw.get("tools")
+    if isinstance(tools, str):
+        tools = _json_or_none(tools) if tools.strip() else None
+        if not isinstance(tools, list):
+            raise UserError("tools: must be a list, or one as JSON text")
+    return tools
+
+
+def _json_or_none(text: Any) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return None
 
 
 def _cut(document: Document, config: DataConfig, dropped: Counter) -> list[Document]:

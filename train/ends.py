@@ -17,8 +17,10 @@ def load_ends(target: ResolvedTarget, *, dtype: torch.dtype, device: torch.devic
     """
     model = TargetModel(target.config, dtype)
     ends = {"embed_tokens.weight": model.embed_tokens, "norm.scale": model.norm, "lm_head.weight": model.lm_head}
-    for module in ends.values():
+    # The rotary table tells the model's device.
+    for module in (*ends.values(), model.rotary):
         module.to_empty(device=device)
+    model.rotary.reset_table()
     stored = read_headers(target.path)
     for weight in check_tensors(target.config, stored, target.path):
         if weight.spec.destination not in ends:

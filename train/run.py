@@ -9,7 +9,7 @@ from draft_model.checkpoint import save_draft
 from draft_model.config import read_json
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_write
-from train.config import TrainConfig
+from train.config import TrainConfig, parse_config
 from train.engine import checkpoints
 
 # Keys that may differ between the interrupted and the resuming command without changing what is computed.
@@ -92,7 +92,9 @@ class RunFolder:
 
 
 def _check_same(record: dict[str, Any], config: TrainConfig, total_steps: int, where: Path) -> None:
-    ours, theirs = _flatten(config.model_dump()), _flatten(record.get("config", {}))
+    # Read again, so that settings which are younger than the run have their defaults.
+    theirs = _flatten(parse_config(record["config"], str(where / "run.json")).model_dump())
+    ours = _flatten(config.model_dump())
     for key in sorted(ours.keys() | theirs.keys()):
         if key.split(".")[0] not in _FREE_KEYS and ours.get(key) != theirs.get(key):
             raise UserError(

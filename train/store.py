@@ -32,7 +32,7 @@ from train.config import DataConfig
 from train.data import TrainingRows, valid_steps
 from train.features import Features, pad_rows, row_features
 
-MANIFEST, FORMAT = "manifest.json", 1
+MANIFEST, FORMAT = "manifest.json", 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LAYOUT = ("rows", "lengths", "token_ids", "documents", "spans")
 _FP8_LARGEST = 448.0
@@ -187,4 +187,4 @@ class FeatureStore:
         dropped = Counter(self.manifest["dropped"])
         if self.manifest["refused"]:
             dropped["rows whose features were not finite"] += self.manifest["refused"]
-        return TrainingRows(token_ids, documents, spans, dropped, self.manifest["documents_read"])
+        return TrainingRows(token_ids, documents, spans, dropped, Counter(self.manifest["documents_read"]))

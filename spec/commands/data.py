@@ -12,26 +12,48 @@ data = typer.Typer(no_args_is_help=True, help="Show and make training data.")
 
 @data.command()
 def show(
-    file: Annotated[str, typer.Argument(help="JSONL file (also .xz, .gz) or bundled:demo.")],
-    row: Annotated[int, typer.Option(min=1, help="Row of the file, from 1.")] = 1,
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="JSONL (also .xz, .gz) or parquet file, a directory of them, hub:OWNER/NAME:SPLIT, or bundled:demo.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="Instead: the data of a recipe, as it would be trained on.")
+    ] = None,
+    row: Annotated[int, typer.Option(min=1, help="Row of the data, from 1.")] = 1,
     rows_table: Annotated[
         bool, typer.Option("--rows-table", help="Also list the (feature, input, label) rows.")
     ] = False,
     target: Target = "m3-tiny",
-    thinking: Annotated[str, typer.Option(help="auto, enabled, disabled or adaptive.")] = "auto",
-    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens of a training row.")] = 512,
+    thinking: Annotated[
+        str | None, typer.Option(help="auto, enabled, disabled or adaptive. Default: the recipe's, or auto.")
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=8, help="Tokens of a training row. Default: the recipe's, or 512.")
+    ] = None,
 ) -> None:
-    """Print one row with its trained tokens coloured, and what the file's other rows come to: kept, dropped and why."""
+    """Print one row with its trained tokens coloured, and what the other rows come to: kept, dropped and why."""
     from rich.console import Console
 
     from spec.conversation import Settings, show
+    from target_model.errors import UserError
+    from train.config import DataConfig, load_config, parse_section
 
-    show(Settings(file, target, row, rows_table, thinking, sequence_length), Console())
+    if (source is None) == (config is None):
+        raise UserError("name a file or directory, or a recipe with --config: one of the two")
+    changes = {"thinking_mode": thinking, "sequence_length": sequence_length}
+    values = {"path": source} if config is None else load_config(config).data.model_dump()
+    values |= {key: value for key, value in changes.items() if value is not None}
+    show(Settings(parse_section(DataConfig, values, "data"), target, row, rows_table), Console())
 
 
 @data.command()
 def regenerate(
-    sources: Annotated[list[str], typer.Argument(help="JSONL files with `messages` (also .xz, .gz).")],
+    sources: Annotated[
+        list[str], typer.Argument(help="Files with `messages`: JSONL (also .xz, .gz), parquet, directories.")
+    ],
     output: Annotated[Path, typer.Option(help="JSONL file to write; an interrupted one is continued.")],
     target: Target = "m3-tiny",
     draft: Draft = "eagle3",

@@ -12,6 +12,8 @@ from spec import cli
 from spec.conversation import TRAINED, Settings, coloured, show
 from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
+from train.config import DataConfig
+from train.data import read_document
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,6 @@ def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_trained_tokens_are_coloured(tokenizer, rows):
     """Exactly the answer and its end-of-turn token, also a character of several tokens."""
-    from train.config import DataConfig
-    from train.data import read_document
-
     document, _ = read_document(DataConfig(path=rows), tokenizer, 2)
     text = coloured(tokenizer, document.token_ids, document.spans)
     trained = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED]
@@ -55,7 +54,7 @@ def test_trained_tokens_are_coloured(tokenizer, rows):
 
 def test_rows_and_drops_are_shown(tokenizer, rows):
     output = io.StringIO()
-    show(Settings(rows, "m3-tiny", row=2, table=True), Console(file=output, width=120))
+    show(Settings(DataConfig(path=rows), "m3-tiny", row=2, table=True), Console(file=output, width=120))
     lines = output.getvalue().splitlines()
     listed = [line.split() for line in lines if line.strip()[:1].isdigit() and "documents" not in line]
     count = next(int(line.split("(coloured), ")[1].split()[0]) for line in lines if "(coloured)" in line)
@@ -63,7 +62,7 @@ def test_rows_and_drops_are_shown(tokenizer, rows):
     assert all(int(row[0]) + 1 == int(row[3]) for row in listed)  # row p reads the token at p + 1
     assert lines[-1].endswith("dropped: 1 without an assistant turn")
     output.truncate(0)
-    show(Settings(rows, "m3-tiny", row=1), Console(file=output, width=120))
+    show(Settings(DataConfig(path=rows), "m3-tiny", row=1), Console(file=output, width=120))
     assert "row 1 is left out: without an assistant turn" in output.getvalue()
 
 
@@ -72,6 +71,11 @@ def test_commands(monkeypatch, capsys, tmp_path, rows):
     assert code == 0 and "cdéf" in out
     code, _, err = call(monkeypatch, capsys, "data", "show", rows, "--row", "3")
     assert code == 2 and err.endswith("rows.jsonl has no row 3\n")
+    code, out, _ = call(monkeypatch, capsys, "data", "show", "--config", "demo", "--thinking", "disabled")
+    assert code == 0 and "rows of 256" in out
+    for wrong in ([], [rows, "--config", "demo"], [rows, "--thinking", "maybe"]):
+        code, _, err = call(monkeypatch, capsys, "data", "show", *wrong)
+        assert code == 2 and ("one of the two" in err or "thinking_mode: " in err)
     code, _, err = call(monkeypatch, capsys, "regenerate", rows)
     assert code == 2 and "regenerate" in err
     store = tmp_path / "store"
