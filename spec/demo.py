@@ -13,11 +13,11 @@ from rich.text import Text
 
 from draft_model.checkpoint import load_draft
 from serve.tree import TreeConfig
-from spec.bench.sweep import Row, sampling_params, short_name, sweep
+from spec.bench.sweep import Condition, Contender, Row, sampling_params, short_name, sweep
 from spec.bench.tables import number
 from spec.judge import CHAIN
 from spec.pair import Pair, load_pair
-from spec.suites import load_suite
+from spec.suites import Prompt, load_suite
 from target_model.tokenizer import Tokenizer
 from train.config import TrainConfig, load_config
 from train.data import load_rows
@@ -56,7 +56,7 @@ def run(*, steps: int | None, prompts: int, tokens: int, seed: int) -> list[Row]
     after = bundled.with_draft(load_draft(result.draft, bundled.target.dtype, bundled.target.device))
 
     console.rule("2. real prompts, with and without the drafts")
-    questions = [bundled.render(prompt.turns[0]) for prompt in load_suite(SUITE, prompts).prompts]
+    questions = load_suite(SUITE, prompts).prompts
     pairs = {"before training": before, "after training": after, "bundled": bundled}
     rows = _measure(console, pairs, questions, tokens, seed)
     console.print(_table(rows))
@@ -66,7 +66,7 @@ def run(*, steps: int | None, prompts: int, tokens: int, seed: int) -> list[Row]
     )
 
     console.rule("3. one answer of the bundled pair")
-    _show_answer(console, bundled, questions[0], tokens)
+    _show_answer(console, bundled, bundled.render(questions[0].turns[0]), tokens)
     console.rule("next")
     for command, meaning in NEXT:
         console.print(f"  [bold]{command}[/]\n      {meaning}", highlight=False)
@@ -79,20 +79,21 @@ def _untrained(config: TrainConfig, pair: Pair):
     return new_draft(config.draft, pair.target, rows, config.seed).eval().requires_grad_(False)
 
 
-def _measure(console: Console, pairs: dict[str, Pair], questions: list[list[int]], tokens: int, seed: int) -> list[Row]:
-    shapes = (TreeConfig.chain(CHAIN), TreeConfig())
-    longest = tokens + max(map(len, questions))
-    engines = {
-        f"{name}: {short_name(shape)}": pair.engine(shape, longest) for name, pair in pairs.items() for shape in shapes
-    }
-    plain = next(iter(pairs.values())).engine(None, longest)
+def _measure(
+    console: Console, pairs: dict[str, Pair], questions: Sequence[Prompt], tokens: int, seed: int
+) -> list[Row]:
+    shapes, pair = (TreeConfig.chain(CHAIN), TreeConfig()), next(iter(pairs.values()))
+    longest = tokens + max(len(pair.render(prompt.turns[0])) for prompt in questions)
+    contenders = [Contender(name, pair.engine(shape, longest)) for name, pair in pairs.items() for shape in shapes]
+    plain, conditions = pair.engine(None, longest), [Condition(temperature) for temperature in TEMPERATURES]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warming up", total=len(TEMPERATURES) * len(questions))
 
-        def advance(label: str) -> None:
-            progress.update(task, advance=1, description=label)
+        def advance(label: str, count: int) -> None:
+            progress.update(task, advance=count, description=label)
 
-        return list(sweep(plain, engines, {SUITE: questions}, TEMPERATURES, tokens=tokens, seed=seed, advance=advance))
+        suites = {SUITE: questions}
+        return list(sweep(plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed, advance=advance))
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -108,10 +109,10 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("shape", no_wrap=True)
     for heading in ("AL\ngreedy", "accepted/\ndrafted", "AL\nT = 1", "speed-up\ngreedy", "speed-up\nT = 1"):
         table.add_column(heading, justify="right")
-    for label in dict.fromkeys(row.label for row in rows):
-        greedy, sampled = (row for row in rows if row.label == label)
+    for draft, label in dict.fromkeys((row.draft, row.label) for row in rows):
+        greedy, sampled = (row for row in rows if (row.draft, row.label) == (draft, label))
         table.add_row(
-            label.split(":")[0],
+            draft,
             short_name(greedy.shape),
             number(greedy.acceptance.length),
             number(greedy.acceptance.rate),

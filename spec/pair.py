@@ -1,18 +1,23 @@
 """A target and its draft in this process, and engines over them: for measurements, the demo and the judge."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from draft_model.checkpoint import load_draft
 from draft_model.model import Eagle3Draft
+from draft_model.resolve import resolve_draft
 from serve.engine import Engine
-from serve.load import load_engine
+from serve.load import check_pair, load_engine
 from serve.tree import TreeConfig
 from target_model.batch import MAX_SCRATCH
+from target_model.chat import THINK_CLOSE
 from target_model.dummy import DummyWeights
 from target_model.errors import UserError
 from target_model.format_coverage import check_format_name
 from target_model.model import TargetModel
+from target_model.resolve import resolve_target
 from target_model.tokenizer import Tokenizer
 
 
@@ -31,8 +36,20 @@ class Pair:
 
     def render(self, question: str, thinking: bool = False) -> list[int]:
         """Prompt ids of a conversation that opens with this question."""
-        mode = "enabled" if thinking else "disabled"
-        return self.tokenizer.render_chat([{"role": "user", "content": question}], thinking_mode=mode)
+        return self.render_conversation([{"role": "user", "content": question}], thinking)
+
+    def render_conversation(self, messages: list[dict[str, str]], thinking: bool = False) -> list[int]:
+        """Prompt ids of a conversation that ends with the user's turn."""
+        return self.tokenizer.render_chat(messages, thinking_mode="enabled" if thinking else "disabled")
+
+    def answer_message(self, token_ids: list[int], thinking: bool = False) -> dict[str, str]:
+        """An answer as a turn of the conversation; one cut in its reasoning has no content."""
+        if not thinking:
+            return {"role": "assistant", "content": self.tokenizer.decode(token_ids)}
+        close = self.tokenizer.special[THINK_CLOSE]
+        end = token_ids.index(close) if close in token_ids else len(token_ids)
+        reasoning, content = self.tokenizer.decode(token_ids[:end]), self.tokenizer.decode(token_ids[end + 1 :])
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
     def engine(self, tree: TreeConfig | None, longest: int, sequences: int = 1) -> Engine:
         """An engine for `sequences` at once, each at most `longest` tokens, answer included; plain without `tree`."""
@@ -46,6 +63,19 @@ def load_pair(target: str, draft: str, device: str = "auto") -> Pair:
     place = choose_device(device)
     engine, tokenizer, about = load_engine(target, draft, device=place, pages=MAX_SCRATCH)
     return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(about.lines[:2]))
+
+
+def pairs_of(target: str, drafts: Sequence[str], device: str = "auto") -> dict[str, Pair]:
+    """One target with several drafts, by the drafts' names; the target is loaded once."""
+    first = load_pair(target, drafts[0], device)
+    pairs = {drafts[0]: first}
+    for name in drafts[1:]:
+        chosen = resolve_draft(name, resolve_target(target))
+        draft = load_draft(chosen.path, first.draft.fc.weight.dtype, first.target.device, chosen.default_taps)
+        check_pair(first.target, draft, chosen.path)
+        about = first.description.splitlines()[0]
+        pairs[name] = replace(first, draft=draft, description=f"{about}\n{chosen.why}")
+    return pairs
 
 
 def cache_dtype(name: str) -> torch.dtype | None:

@@ -1,48 +1,76 @@
 """`spec bench acceptance`: how many drafted tokens the target keeps, for chains and trees, greedy and sampled."""
 
 import json
-import platform
-import shlex
-import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
-from spec import __version__
-from spec.bench.statistics import DEFINITIONS
-from spec.bench.sweep import TOP_K, TOP_P, Row, short_name, sweep
+from spec.bench import costs as step_costs
+from spec.bench.closer_look import look_closer, print_closer_look
+from spec.bench.costs import StepCosts
+from spec.bench.recording import Recording
+from spec.bench.report import write_report
+from spec.bench.results import result_json
+from spec.bench.sweep import Condition, Contender, Row, sweep
 from spec.bench.tables import print_definitions, print_rows
-from spec.pair import load_pair
-from spec.suites import load_suite
+from spec.pair import Pair, pairs_of
+from spec.suites import Prompt, Suite, load_suite
 from target_model.errors import UserError, atomic_write
 
 MAX_CHAIN = 16
+THINKING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; see `spec bench acceptance --help`."""
+    """What to measure; see `spec bench acceptance --help`. turns: of a prompt, at most; None: all of them."""
 
     target: str
-    draft: str
+    drafts: tuple[str, ...]
     suites: tuple[str, ...]
     prompts: int
+    turns: int | None
     tokens: int
     shapes: tuple[TreeConfig, ...]
     temperatures: tuple[float, ...]
-    thinking: bool
+    top_p: float
+    top_k: int
+    thinking: tuple[bool, ...]
+    concurrency: tuple[int, ...]
     seed: int
+    repeats: int
     device: str
+
+    def conditions(self) -> list[Condition]:
+        """Every combination of what is varied."""
+        varied = product(self.thinking, self.concurrency, self.temperatures)
+        return [
+            Condition(temperature, self.top_p, self.top_k, thinking, concurrency)
+            for thinking, concurrency, temperature in varied
+        ]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What to write, besides the tables: a JSON file, a directory with the report; and whether to look closer, with
+    the costs of a file instead of this machine's.
+    """
+
+    json: Path | None = None
+    report: Path | None = None
+    analyse: bool = False
+    costs: Path | None = None
 
 
 def parse_shapes(chain: str, trees: list[str] | None) -> tuple[TreeConfig, ...]:
-    """Chains from "1..7", "1,3" or "none"; trees from "depth,width,nodes" texts, ["none"] for no tree, None for the
+    """Chains from "1..8", "1,3" or "none"; trees from "depth,width,nodes" texts, ["none"] for no tree, None for the
     server's default."""
     shapes = [] if chain == "none" else [TreeConfig.chain(length) for length in _chain_lengths(chain)]
     for text in [None] if trees is None else trees:
@@ -61,7 +89,7 @@ def _chain_lengths(text: str) -> list[int]:
         lengths = []
     if not lengths or not all(1 <= length <= MAX_CHAIN for length in lengths):
         raise UserError(
-            f"--chain must be like 3, 1..7, 1,3,5 or none, with lengths from 1 to {MAX_CHAIN}; got {text!r}"
+            f"--chain must be like 3, 1..8, 1,3,5 or none, with lengths from 1 to {MAX_CHAIN}; got {text!r}"
         )
     return lengths
 
@@ -78,65 +106,142 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return tuple(sorted(temperatures | {1.0}))
 
 
-def run(settings: Settings, json_path: Path | None) -> list[Row]:
-    """Measures, prints tables and definitions, writes `json_path`, and prints one JSON line last."""
+def parse_thinking(text: str) -> tuple[bool, ...]:
+    """From off, on or both."""
+    if text not in THINKING:
+        raise UserError(f"--thinking must be off, on or both, got {text!r}")
+    return THINKING[text]
+
+
+def parse_concurrency(text: str) -> tuple[int, ...]:
+    """Comma separated numbers of requests that are answered together."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or not all(1 <= number <= 256 for number in numbers):
+        raise UserError(f"--concurrency must be numbers from 1 to 256, for example 1,8; got {text!r}")
+    return tuple(numbers)
+
+
+def run(settings: Settings, outputs: Outputs) -> bool:
+    """Measures, prints tables and definitions, writes `outputs`, and prints one JSON line last. Says whether every
+    greedy answer equals plain decoding's.
+    """
     console = Console()
-    loaded = [load_suite(name, settings.prompts) for name in settings.suites]
-    if json_path is not None:
-        _check_writable(json_path)
-    pair = load_pair(settings.target, settings.draft, settings.device)
-    console.print(pair.description)
-    suites = {
-        suite.name: [pair.render(prompt.turns[0], settings.thinking) for prompt in suite.prompts] for suite in loaded
-    }
-    longest = settings.tokens + max(len(prompt) for prompts in suites.values() for prompt in prompts)
-    plain = pair.engine(None, longest)
-    drafted = {short_name(shape): pair.engine(shape, longest) for shape in settings.shapes}
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as progress:
-        total = len(settings.temperatures) * sum(len(prompts) for prompts in suites.values())
-        task = progress.add_task("warming up", total=total)
-
-        def advance(label: str) -> None:
-            progress.update(task, advance=1, description=label)
-
-        tokens, seed = settings.tokens, settings.seed
-        rows = list(sweep(plain, drafted, suites, settings.temperatures, tokens=tokens, seed=seed, advance=advance))
+    suites = [_cut(load_suite(name, settings.prompts), settings.turns) for name in settings.suites]
+    if len({suite.name for suite in suites}) < len(suites):
+        raise UserError("two suites have one name: give their files different names")
+    SamplingParams(top_p=settings.top_p, top_k=settings.top_k)  # refuses what is out of range
+    check_writable(outputs)
+    costs = None if outputs.costs is None else step_costs.read_costs(outputs.costs)
+    pairs = pairs_of(settings.target, settings.drafts, settings.device)
+    for pair in pairs.values():
+        console.print(pair.description)
+    prompts = {suite.name: suite.prompts for suite in suites}
+    rows = _measure(settings, prompts, pairs, console)
     print_rows(console, rows)
+    result = result_json(rows, asdict(settings), {name: pair.description for name, pair in pairs.items()})
+    recordings: dict[str, Recording] = {}
+    if outputs.analyse:
+        result["analysis"], recordings = _look_closer(settings, prompts, pairs, rows, costs, console)
     print_definitions(console)
-    if json_path is not None:
-        with atomic_write(json_path, "w") as file:
-            json.dump(report(rows, settings, pair.description), file, indent=1)
-        console.print(f"written: {json_path}")
+    _write(result, recordings, outputs, console)
+    greedy = [row for row in rows if row.temperature == 0]
+    same, asked = sum(row.identical for row in greedy), sum(len(row.answers) for row in greedy)
+    if greedy:
+        verdict = "yes" if same == asked else "[red]no[/]"
+        console.print(f"greedy answers identical to plain decoding: {verdict}, {same} of {asked}")
     print(json.dumps({"benchmark": "acceptance", "AL": _acceptance_lengths(rows)}))
-    return rows
+    return same == asked
 
 
-def _check_writable(path: Path) -> None:
+def _cut(suite: Suite, turns: int | None) -> Suite:
+    return replace(suite, prompts=tuple(replace(prompt, turns=prompt.turns[:turns]) for prompt in suite.prompts))
+
+
+def _measure(
+    settings: Settings, suites: dict[str, tuple[Prompt, ...]], pairs: dict[str, Pair], console: Console
+) -> list[Row]:
+    pair, conditions, together = next(iter(pairs.values())), settings.conditions(), max(settings.concurrency)
+    longest = longest_context(pair, [prompt for prompts in suites.values() for prompt in prompts], settings.tokens)
+    plain = pair.engine(None, longest, together)
+    contenders = [
+        Contender(name, each.engine(shape, longest, together))
+        for name, each in pairs.items()
+        for shape in settings.shapes
+    ]
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as progress:
+        asked = sum(settings.repeats if condition.temperature else 1 for condition in conditions)
+        task = progress.add_task("warming up", total=asked * sum(map(len, suites.values())))
+
+        def advance(label: str, count: int) -> None:
+            progress.update(task, advance=count, description=label)
+
+        tokens, seed, repeats = settings.tokens, settings.seed, settings.repeats
+        return list(
+            sweep(
+                plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed, repeats=repeats, advance=advance
+            )
+        )
+
+
+def _look_closer(
+    settings: Settings,
+    suites: dict[str, tuple[Prompt, ...]],
+    pairs: dict[str, Pair],
+    rows: list[Row],
+    costs: StepCosts | None,
+    console: Console,
+) -> tuple[dict[str, Any], dict[str, Recording]]:
+    pair = next(iter(pairs.values()))
+    longest = longest_context(pair, [prompt for prompts in suites.values() for prompt in prompts], settings.tokens)
+    with console.status("recording, and measuring what a step costs"):
+        costs = costs or step_costs.measure(pair, max(settings.concurrency), longest)
+        tokens, seed, conditions = settings.tokens, settings.seed, settings.conditions()
+        found = look_closer(pairs, suites, conditions, rows, costs, tokens=tokens, seed=seed, longest=longest)
+    print_closer_look(console, found[0])
+    return found
+
+
+def longest_context(pair: Pair, prompts: list[Prompt], tokens: int) -> int:
+    """Tokens that a conversation over all turns of any prompt can need."""
+    # The next prompt may spell an answer's text with more tokens than the model did, so there is room for that.
+    return min(
+        pair.target.config.max_position,
+        max(sum(len(pair.render(turn)) + 2 * tokens for turn in prompt.turns) for prompt in prompts),
+    )
+
+
+def check_writable(outputs: Outputs) -> None:
     """A path that cannot be written is better found before the minutes of measuring."""
-    if path.is_dir():
-        raise UserError(f"{path} is a directory, not a file to write")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()
+    if outputs.json is not None:
+        if outputs.json.is_dir():
+            raise UserError(f"{outputs.json} is a directory, not a file to write")
+        outputs.json.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=outputs.json.parent).close()
+    if outputs.report is not None:
+        if outputs.report.exists() and not (outputs.report / "result.json").exists():
+            raise UserError(f"{outputs.report} exists and holds no report: name a new directory")
+        outputs.report.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=outputs.report.parent).close()
 
 
-def report(rows: list[Row], settings: Settings, pair: str) -> dict:
-    """Everything measured, with what is needed to read it and to repeat it."""
-    return {
-        "benchmark": "acceptance",
-        "command": shlex.join(["spec", *sys.argv[1:]]),
-        "settings": asdict(settings) | {"top_p": TOP_P, "top_k": TOP_K},
-        "pair": pair,
-        "definitions": DEFINITIONS,
-        "versions": {"spec": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"platform": platform.platform(), "threads": torch.get_num_threads()},
-        "rows": [row.to_json() for row in rows],
-    }
+def _write(result: dict[str, Any], recordings: dict[str, Recording], outputs: Outputs, console: Console) -> None:
+    if outputs.json is not None:
+        with atomic_write(outputs.json, "w") as file:
+            json.dump(result, file, indent=1)
+        console.print(f"written: {outputs.json}")
+    if outputs.report is not None:
+        write_report(result, outputs.report, recordings)
+        console.print(f"written: {outputs.report / 'report.html'}")
 
 
 def _acceptance_lengths(rows: list[Row]) -> dict[str, dict[str, float | None]]:
-    """AL by suite, then by engine and temperature."""
+    """AL by suite, then by engine and condition."""
+    several = len({row.draft for row in rows}) > 1
     lengths: dict[str, dict[str, float | None]] = {}
     for row in rows:
-        length = row.acceptance.length
-        lengths.setdefault(row.suite, {})[f"{row.label}, T = {row.temperature:g}"] = length and round(length, 4)
+        length, name = row.acceptance.length, f"{row.draft}: {row.label}" if several else row.label
+        lengths.setdefault(row.suite, {})[f"{name}, {row.condition}"] = length and round(length, 4)
     return lengths

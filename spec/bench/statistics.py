@@ -12,14 +12,14 @@ DEFINITIONS = {
     "token, the target's own; the token that the prefill yields is not counted",
     "accepted": "drafted tokens that were kept; in a step cut by a stop or the token limit at most the tokens emitted",
     "drafted": "nodes of the chain or tree without the root",
-    "accepted/drafted": "share of drafted tokens kept; n/a where nothing was drafted",
+    "kept": "accepted / drafted: share of drafted tokens kept; n/a where nothing was drafted",
     "verified": "tokens that the target scored in verify steps: the drafted ones and a root for each step",
     "per position": "joint acceptance: share of all verify steps that accepted at least that many drafted tokens",
     "conditional": "share of the steps that accepted at least i - 1 drafted tokens which accepted the i-th as well",
     "histogram": "verify steps by number of accepted tokens, from 0",
     "speed-up": "seconds of plain decoding / seconds of speculative decoding, whole requests, same prompts, same run",
     "decoding": "the same ratio without the prefill, which speculation cannot speed up",
-    "same as plain": "answers equal to plain decoding token for token, ended alike; sampled ones with the same seed",
+    "as plain": "answers equal to plain decoding token for token, ended alike; sampled ones with the same seed",
     "interval": "95 %, percentile bootstrap over prompts, a prompt with its turns and repeated seeds at a time, 2,000 "
     "draws; it says how far other prompts of the kind would move the figure, not how other hardware would",
 }

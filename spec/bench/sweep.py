@@ -6,56 +6,157 @@ one seed for all engines: speculation must not change a single token, just as wi
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 
 from serve.engine import Engine
-from serve.request import Completion, SamplingParams, StepRecord
+from serve.request import Completion, SamplingParams
 from serve.tree import TreeConfig
-from spec.bench.statistics import Acceptance, measure
+from spec.bench.statistics import NOTHING, Acceptance, measure
+from spec.pair import Pair
+from spec.suites import Prompt
 
 TOP_P, TOP_K = 0.95, 40  # MiniMax-M3's own sampling defaults; they hold at every temperature above 0
 
 
+@dataclass(frozen=True)
+class Condition:
+    """How prompts are asked: the filters hold above temperature 0; `concurrency` requests are answered together."""
+
+    temperature: float
+    top_p: float = TOP_P
+    top_k: int = TOP_K
+    thinking: bool = False
+    concurrency: int = 1
+
+    def params(self, tokens: int, seed: int) -> SamplingParams:
+        if self.temperature == 0:
+            return SamplingParams(temperature=0.0, max_tokens=tokens)
+        return SamplingParams(
+            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed, max_tokens=tokens
+        )
+
+    def __str__(self) -> str:
+        words = [f"T = {self.temperature:g}"]
+        words += ["thinking"] if self.thinking else []
+        words += [f"{self.concurrency} at a time"] if self.concurrency > 1 else []
+        return ", ".join(words)
+
+
 def sampling_params(temperature: float, tokens: int, seed: int) -> SamplingParams:
     """Greedy at temperature 0, else sampled with M3's filters."""
-    if temperature == 0:
-        return SamplingParams(temperature=0.0, max_tokens=tokens)
-    return SamplingParams(temperature=temperature, top_p=TOP_P, top_k=TOP_K, seed=seed, max_tokens=tokens)
+    return Condition(temperature).params(tokens, seed)
 
 
 def short_name(shape: TreeConfig) -> str:
-    """For narrow tables: "chain 3", or "tree 5,4,24" as depth, width, nodes."""
-    return f"chain {shape.depth}" if shape.width == 1 else f"tree {shape.depth},{shape.width},{shape.nodes}"
+    """For narrow tables: "chain 3", "tree 5,4,24" as depth, width, nodes, or "static 5,24" as depth, nodes."""
+    if shape.width == 1:
+        return f"chain {shape.depth}"
+    return f"static {shape.depth},{shape.nodes}" if shape.paths else f"tree {shape.depth},{shape.width},{shape.nodes}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A speculative engine, with the name of its draft."""
+
+    draft: str
+    engine: Engine
+
+    @property
+    def label(self) -> str:
+        return short_name(self.engine.tree)
 
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of whole requests, and of what follows the prefill."""
+    """Seconds of whole requests, and what prefill, drafting and verifying take of them."""
 
     total: float = 0.0
-    decode: float = 0.0
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+
+    @property
+    def decode(self) -> float:
+        """What follows the prefill."""
+        return self.total - self.prefill
+
+    @property
+    def other(self) -> float:
+        """Scheduling, sampling parameters, Python."""
+        return self.total - self.prefill - self.draft - self.verify
 
     def __add__(self, other: "Time") -> "Time":
-        return Time(self.total + other.total, self.decode + other.decode)
+        return Time(
+            self.total + other.total,
+            self.prefill + other.prefill,
+            self.draft + other.draft,
+            self.verify + other.verify,
+        )
+
+    def __truediv__(self, parts: int) -> "Time":
+        return Time(self.total / parts, self.prefill / parts, self.draft / parts, self.verify / parts)
+
+    def to_json(self) -> dict[str, float]:
+        names = ("total", "prefill", "draft", "verify", "other")
+        return {name: round(getattr(self, name), 6) for name in names}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One turn of one prompt, answered once. `identical`: as plain decoding answered it. Requests that were answered
+    together share their time evenly.
+    """
+
+    prompt: str
+    category: str
+    turn: int
+    seed: int
+    acceptance: Acceptance
+    tokens: int
+    identical: bool
+    time: Time
+    plain_time: Time
 
 
 @dataclass(frozen=True)
 class Row:
-    """One suite answered by one engine at one temperature.
-
-    Tokens and times are sums over the prompts; `identical` counts the answers that equal the plain ones.
-    """
+    """One suite answered by one engine under one condition."""
 
     suite: str
+    draft: str
     label: str
-    temperature: float
     shape: TreeConfig
-    acceptance: Acceptance
-    prompts: int
-    identical: int
-    tokens: int
-    time: Time
-    plain_time: Time
+    condition: Condition
+    answers: tuple[Answer, ...]
+
+    @cached_property
+    def acceptance(self) -> Acceptance:
+        return sum((answer.acceptance for answer in self.answers), NOTHING)
+
+    @cached_property
+    def time(self) -> Time:
+        return sum((answer.time for answer in self.answers), Time())
+
+    @cached_property
+    def plain_time(self) -> Time:
+        return sum((answer.plain_time for answer in self.answers), Time())
+
+    @property
+    def temperature(self) -> float:
+        return self.condition.temperature
+
+    @property
+    def prompts(self) -> int:
+        return len({answer.prompt for answer in self.answers})
+
+    @property
+    def identical(self) -> int:
+        return sum(answer.identical for answer in self.answers)
+
+    @property
+    def tokens(self) -> int:
+        return sum(answer.tokens for answer in self.answers)
 
     @property
     def speed_up(self) -> float:
@@ -65,91 +166,82 @@ class Row:
     def decode_speed_up(self) -> float:
         return self.plain_time.decode / self.time.decode
 
-    def to_json(self) -> dict:
-        return {
-            "suite": self.suite,
-            "label": self.label,
-            "temperature": self.temperature,
-            "tree": asdict(self.shape),
-            **self.acceptance.to_json(),
-            "prompts": self.prompts,
-            "identical_to_plain": self.identical,
-            "tokens": self.tokens,
-            "seconds": self.time.total,
-            "plain_seconds": self.plain_time.total,
-            "speed_up": self.speed_up,
-            "decode_seconds": self.time.decode,
-            "plain_decode_seconds": self.plain_time.decode,
-            "decode_speed_up": self.decode_speed_up,
-        }
-
 
 def sweep(
     plain: Engine,
-    drafted: Mapping[str, Engine],
-    suites: Mapping[str, Sequence[list[int]]],
-    temperatures: Sequence[float],
+    contenders: Sequence[Contender],
+    suites: Mapping[str, Sequence[Prompt]],
+    conditions: Sequence[Condition],
+    pair: Pair,
     *,
     tokens: int,
     seed: int,
-    advance: Callable[[str], None],
+    repeats: int = 1,
+    advance: Callable[[str, int], None],
 ) -> Iterator[Row]:
-    """Measures suites (name -> prompts as token ids): a row for each suite, temperature and labelled engine.
+    """A row for each suite, condition and contender.
 
-    Prompt i is sampled with seed + i. `advance` is called with a label after every prompt that all have answered.
+    Prompt i of n is sampled with seed + i, in repeat r with seed + i + r * n; greedy answers are not repeated. A second
+    turn continues the plain answer, which a lossless engine has served too. `advance` is told what was asked and how
+    many prompts all have answered.
     """
-    warm_up = next(iter(suites.values()))[0]
-    for engine in (plain, *drafted.values()):
+    warm_up = pair.render(next(iter(suites.values()))[0].turns[0])
+    for engine in (plain, *(contender.engine for contender in contenders)):
         # The first call of an engine pays for what later ones reuse.
         engine.generate([warm_up], sampling_params(1.0, 4, seed))
     for suite, prompts in suites.items():
-        for temperature in temperatures:
-            totals = {label: _Totals() for label in drafted}
-            for index, prompt in enumerate(prompts):
-                params = sampling_params(temperature, tokens, seed + index)
-                expected, plain_time = _timed(plain, prompt, params)
-                for label, engine in drafted.items():
-                    completion, spent = _timed(engine, prompt, params)
-                    totals[label].add(completion, spent, expected, plain_time)
-                advance(f"{suite}, T = {temperature:g}")
-            for label, total in totals.items():
-                yield total.row(suite, label, temperature, drafted[label].tree)
+        for condition in conditions:
+            answers: list[list[Answer]] = [[] for _ in contenders]
+            for repeat in range(repeats if condition.temperature else 1):
+                seeded = [(prompt, seed + repeat * len(prompts) + i) for i, prompt in enumerate(prompts)]
+                for start in range(0, len(prompts), condition.concurrency):
+                    group = seeded[start : start + condition.concurrency]
+                    for asked in _ask(plain, contenders, group, condition, pair, tokens):
+                        for collected, answer in zip(answers, asked, strict=True):
+                            collected.append(answer)
+                    advance(f"{suite}, {condition}", len(group))
+            for contender, collected in zip(contenders, answers, strict=True):
+                shape = contender.engine.tree
+                yield Row(suite, contender.draft, contender.label, shape, condition, tuple(collected))
 
 
-class _Totals:
-    """Sums over the prompts of one row."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepRecord] = []
-        self.prompts = self.identical = self.tokens = 0
-        self.time = self.plain_time = Time()
-
-    def add(self, completion: Completion, spent: Time, expected: Completion, plain_time: Time) -> None:
-        self.steps += completion.steps
-        self.prompts += 1
-        same_end = completion.finish_reason == expected.finish_reason
-        self.identical += same_end and completion.token_ids == expected.token_ids
-        self.tokens += len(completion.token_ids)
-        self.time += spent
-        self.plain_time += plain_time
-
-    def row(self, suite: str, label: str, temperature: float, shape: TreeConfig) -> Row:
-        return Row(
-            suite,
-            label,
-            temperature,
-            shape,
-            measure(self.steps, shape.depth),
-            self.prompts,
-            self.identical,
-            self.tokens,
-            self.time,
-            self.plain_time,
-        )
+def _ask(
+    plain: Engine,
+    contenders: Sequence[Contender],
+    group: list[tuple[Prompt, int]],
+    condition: Condition,
+    pair: Pair,
+    tokens: int,
+) -> Iterator[list[Answer]]:
+    """Asks prompts together, turn after turn; yields each answer of all contenders."""
+    talks: list[list[dict[str, str]]] = [[] for _ in group]
+    for turn in range(max(len(prompt.turns) for prompt, _ in group)):
+        places = [place for place, (prompt, _) in enumerate(group) if turn < len(prompt.turns)]
+        for place in places:
+            talks[place].append({"role": "user", "content": group[place][0].turns[turn]})
+        asked = [pair.render_conversation(talks[place], condition.thinking) for place in places]
+        params = [condition.params(tokens, group[place][1]) for place in places]
+        expected, plain_time = _timed(plain, asked, params)
+        given = [_timed(contender.engine, asked, params) for contender in contenders]
+        for order, place in enumerate(places):
+            (prompt, seed), wanted = group[place], expected[order]
+            common = (prompt.id, prompt.category, turn + 1, seed)
+            yield [
+                Answer(*common, *_compared(contender, completions[order], wanted), spent, plain_time)
+                for contender, (completions, spent) in zip(contenders, given, strict=True)
+            ]
+            talks[place].append(pair.answer_message(wanted.token_ids, condition.thinking))
 
 
-def _timed(engine: Engine, prompt: list[int], params: SamplingParams) -> tuple[Completion, Time]:
-    prefill, start = engine.stats()["prefill_seconds"], time.perf_counter()
-    (completion,) = engine.generate([prompt], params)
-    total = time.perf_counter() - start
-    return completion, Time(total, total - (engine.stats()["prefill_seconds"] - prefill))
+def _compared(contender: Contender, completion: Completion, wanted: Completion) -> tuple[Acceptance, int, bool]:
+    same = (completion.token_ids, completion.finish_reason) == (wanted.token_ids, wanted.finish_reason)
+    return measure(completion.steps, contender.engine.tree.depth), len(completion.token_ids), same
+
+
+def _timed(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[Completion], Time]:
+    """The answers, and each one's share of the time."""
+    before, start = engine.stats(), time.perf_counter()
+    completions = engine.generate(prompts, params)
+    total, after = time.perf_counter() - start, engine.stats()
+    parts = (after[f"{part}_seconds"] - before[f"{part}_seconds"] for part in ("prefill", "draft", "verify"))
+    return completions, Time(total, *parts) / len(prompts)

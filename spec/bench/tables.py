@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from spec.bench.bootstrap import interval
 from spec.bench.statistics import DEFINITIONS
 from spec.bench.sweep import Row
 
@@ -16,12 +17,27 @@ def number(value: float | None, digits: int = 2) -> str:
     return NOT_AVAILABLE if value is None else f"{value:.{digits}f}"
 
 
+def bounds(pair: tuple[float, float] | list[float] | None) -> str:
+    """An interval, or nothing where there is none."""
+    return "" if pair is None else f"{pair[0]:.2f}-{pair[1]:.2f}"
+
+
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """Two tables for each suite: the figures, and the histogram of accepted tokens."""
+    """Five tables for each suite: the figures; tokens and time; acceptance by position, joint and conditional; and the
+    histogram of accepted tokens.
+    """
+    several = len({row.draft for row in rows}) > 1
     for suite in dict.fromkeys(row.suite for row in rows):
         chosen = [row for row in rows if row.suite == suite]
-        console.print(_figures(suite, chosen))
-        console.print(_histogram(chosen))
+        names = [f"{row.draft}: {row.label}" if several else row.label for row in chosen]
+        console.print(_figures(suite, chosen, names))
+        console.print(_work(chosen, names))
+        joint, conditional = (
+            [getattr(row.acceptance, kind) for row in chosen] for kind in ("per_position", "conditional")
+        )
+        console.print(_by_position("acceptance per position, joint", chosen, names, joint))
+        console.print(_by_position("acceptance per position, conditional", chosen, names, conditional))
+        console.print(_histogram(chosen, names))
         console.print()
 
 
@@ -30,36 +46,64 @@ def print_definitions(console: Console) -> None:
         console.print(f"[bold]{word}[/]: {meaning}", style="dim", highlight=False)
 
 
-def _figures(suite: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"{suite}, {rows[0].prompts} prompts", title_justify="left", title_style="bold", box=None)
-    table.add_column("shape", no_wrap=True)
-    for heading in ("T", "AL", "accepted/\ndrafted", "speed-up", "decoding", "same as\nplain"):
-        table.add_column(heading, justify="right")
-    table.add_column("acceptance per position (joint)")
-    for row in rows:
-        positions = row.acceptance.per_position
+def _table(title: str, style: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style=style, box=None)
+    for heading in ("shape", "asked"):
+        table.add_column(heading, no_wrap=True)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _figures(suite: str, rows: Sequence[Row], names: Sequence[str]) -> Table:
+    headings = ("AL", "95 %", "kept", "speed-up", "decoding", "as plain")
+    table = _table(f"{suite}, {rows[0].prompts} prompts", "bold", *headings)
+    for row, name in zip(rows, names, strict=True):
+        answers, same = row.answers, f"{row.identical}/{len(row.answers)}"
+        counts = [answer.acceptance for answer in answers]
+        spread = interval(
+            [answer.prompt for answer in answers], [each.emitted for each in counts], [each.steps for each in counts]
+        )
         table.add_row(
-            row.label,
-            f"{row.temperature:g}",
+            name,
+            str(row.condition),
             number(row.acceptance.length),
+            bounds(spread),
             number(row.acceptance.rate),
             f"{row.speed_up:.2f}x",
             f"{row.decode_speed_up:.2f}x",
-            f"{row.identical}/{row.prompts}"
-            if row.identical == row.prompts
-            else f"[red]{row.identical}/{row.prompts}[/]",
-            NOT_AVAILABLE if positions is None else " ".join(f"{share:.2f}" for share in positions),
+            same if row.identical == len(answers) else f"[red]{same}[/]",
         )
     return table
 
 
-def _histogram(rows: Sequence[Row]) -> Table:
+def _work(rows: Sequence[Row], names: Sequence[str]) -> Table:
+    headings = ("drafted", "verified", "accepted", "prefill", "draft", "verify", "other")
+    table = _table("tokens of verify steps, and where the time goes", "italic", *headings)
+    for row, name in zip(rows, names, strict=True):
+        counts, spent = row.acceptance, row.time
+        table.add_row(
+            name,
+            str(row.condition),
+            *(str(count) for count in (counts.drafted, counts.verified, counts.accepted)),
+            *(f"{part / spent.total:.0%}" for part in (spent.prefill, spent.draft, spent.verify, spent.other)),
+        )
+    return table
+
+
+def _by_position(
+    title: str, rows: Sequence[Row], names: Sequence[str], shares: Sequence[Sequence[float | None] | None]
+) -> Table:
+    deepest = max(row.shape.depth for row in rows)
+    table = _table(title, "italic", *map(str, range(1, deepest + 1)))
+    for row, name, each in zip(rows, names, shares, strict=True):
+        table.add_row(name, str(row.condition), *map(number, [None] * row.shape.depth if each is None else each))
+    return table
+
+
+def _histogram(rows: Sequence[Row], names: Sequence[str]) -> Table:
     longest = max(len(row.acceptance.histogram) for row in rows)
-    table = Table(title="verify steps by accepted tokens", title_justify="left", title_style="italic", box=None)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("T", justify="right")
-    for accepted in range(longest):
-        table.add_column(str(accepted), justify="right")
-    for row in rows:
-        table.add_row(row.label, f"{row.temperature:g}", *(str(count) for count in row.acceptance.histogram))
+    table = _table("verify steps by accepted tokens", "italic", *map(str, range(longest)))
+    for row, name in zip(rows, names, strict=True):
+        table.add_row(name, str(row.condition), *(str(count) for count in row.acceptance.histogram))
     return table

@@ -14,47 +14,112 @@ bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 def acceptance(
     target: Target = "m3-tiny",
     draft: Annotated[
-        str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, or a hub id.")
-    ] = "eagle3",
+        list[str] | None,
+        typer.Option(help="Draft: eagle3 (resolved by target), a directory, or a hub id; repeatable. Default: eagle3."),
+    ] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file; repeatable. Default: all three."),
+        typer.Option(
+            help="mt_bench, humaneval, gsm_symbolic, or a JSONL or Parquet file, also of Spec-Bench or SPEED-Bench; "
+            "repeatable. Default: the three."
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each suite, from the first.")] = 10,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens for each prompt, at most.")] = 96,
-    chain: Annotated[str, typer.Option(help="Chain lengths k: 3, or 1..7, or 1,3,5, or none.")] = "1..7",
+    turns: Annotated[
+        int | None, typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. Default: all.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens for each turn, at most.")] = 96,
+    chain: Annotated[str, typer.Option(help="Chain lengths k: 3, or 1..8, or 1,3,5, or none.")] = "1..8",
     tree: Annotated[
         list[str] | None,
         typer.Option(help="Tree as depth,width,nodes (root counted), or none; repeatable. Default: the server's."),
     ] = None,
-    temperature: Annotated[
-        str,
-        typer.Option(help="Temperatures, comma separated; above 0 with top_p 0.95 and top_k 40. 1 is always shown."),
-    ] = "0,1",
-    thinking: Annotated[bool, typer.Option(help="Ask with thinking enabled.")] = False,
+    tree_file: Annotated[
+        list[Path] | None, typer.Option(help="A tree that spec tune tree wrote; repeatable, besides the others.")
+    ] = None,
+    temperature: Annotated[str, typer.Option(help="Temperatures, comma separated. 1 is always shown.")] = "0,1",
+    top_p: Annotated[float, typer.Option(help="Above temperature 0.")] = 0.95,
+    top_k: Annotated[int, typer.Option(help="Above temperature 0; 0: off.")] = 40,
+    thinking: Annotated[str, typer.Option(help="off, on, or both.")] = "off",
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, comma separated.")] = "1",
     seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds for each sampled prompt.")] = 1,
     device: Device = "auto",
+    analyse: Annotated[
+        bool,
+        typer.Option(
+            "--analyse", help="Record what the draft proposes at every position: where it errs, what other trees bring."
+        ),
+    ] = False,
+    costs: Annotated[
+        Path | None, typer.Option(help="With --analyse: costs of a step on another machine, as JSON.", dir_okay=False)
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="plain: exit code 1 when a greedy answer differs from plain decoding's.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a report to this directory: HTML, PNG, JSON, CSV.")] = None,
 ) -> None:
     """How many drafted tokens the target accepts, and the speed-up over plain decoding in the same run."""
     from spec.bench import acceptance as benchmark
     from spec.suites import BENCHMARKS
+    from spec.tree_file import read_tree
+    from target_model.errors import UserError
 
-    benchmark.run(
-        benchmark.Settings(
-            target=target,
-            draft=draft,
-            suites=tuple(suite or BENCHMARKS),
-            prompts=prompts,
-            tokens=tokens,
-            shapes=benchmark.parse_shapes(chain, tree),
-            temperatures=benchmark.parse_temperatures(temperature),
-            thinking=thinking,
-            seed=seed,
-            device=device,
-        ),
-        json_path=json,
+    if against not in (None, "plain"):
+        raise UserError(f"--against must be plain, got {against!r}")
+    if costs is not None and not analyse:
+        raise UserError("--costs is read with --analyse only")
+    files = [read_tree(path) for path in tree_file or ()]
+    shapes = [] if files and chain == "none" and tree == ["none"] else benchmark.parse_shapes(chain, tree)
+    settings = benchmark.Settings(
+        target=target,
+        drafts=tuple(dict.fromkeys(draft or ["eagle3"])),
+        suites=tuple(suite or BENCHMARKS),
+        prompts=prompts,
+        turns=turns,
+        tokens=tokens,
+        shapes=tuple(dict.fromkeys([*shapes, *files])),
+        temperatures=benchmark.parse_temperatures(temperature),
+        top_p=top_p,
+        top_k=top_k,
+        thinking=benchmark.parse_thinking(thinking),
+        concurrency=benchmark.parse_concurrency(concurrency),
+        seed=seed,
+        repeats=repeats,
+        device=device,
     )
+    same = benchmark.run(settings, benchmark.Outputs(json, report, analyse, costs))
+    if against and not same:
+        raise typer.Exit(1)
+
+
+@bench.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A result of spec bench acceptance --json.")],
+    second: Annotated[str, typer.Argument(help="Another one, or published: MiniMax-M3's published curves.")],
+    json: Annotated[Path | None, typer.Option(help="Write the comparison to this file.")] = None,
+) -> None:
+    """What two results differ in, and whether that can be chance: paired bootstrap over the prompts of both."""
+    from spec.bench import compare as comparison
+
+    comparison.run(first, second, json)
+
+
+@bench.command()
+def replay(
+    recording: Annotated[Path, typer.Argument(help="A recorded run, from a report of --analyse.", dir_okay=False)],
+    tree: Annotated[list[str] | None, typer.Option(help="Tree as depth,width,nodes; repeatable.")] = None,
+    tree_file: Annotated[list[Path] | None, typer.Option(help="A tree file; repeatable.")] = None,
+    static: Annotated[
+        list[int] | None, typer.Option(min=2, max=64, help="The best static tree of this many nodes; repeatable.")
+    ] = None,
+) -> None:
+    """What other trees would have accepted in a recorded run, without the models."""
+    from spec.bench.offline import run
+    from spec.tree_file import read_tree
+
+    run(recording, tree or [], [read_tree(path) for path in tree_file or ()], static or [])
 
 
 @bench.command()
