@@ -8,6 +8,7 @@ from itertools import zip_longest
 from serve.async_engine import Stream
 from serve.detokenize import Detokenizer, Released
 from serve.request import StepRecord, TokenLogprob, Update
+from serve.tree import Verified
 from target_model.tokenizer import Tokenizer
 
 
@@ -15,7 +16,8 @@ from target_model.tokenizer import Tokenizer
 class Delta:
     """What one update adds to an answer. Tokens come with the delta that releases their text; depths as in `Update`.
 
-    starts[i] is where the text of token i begins in the visible text of the answer, in characters.
+    starts[i] is where the text of token i begins in the visible text of the answer, in characters. `verified` is the
+    update's tree, of its path only what became part of the answer; a whole answer has none.
     """
 
     segments: list[str | int]
@@ -24,6 +26,7 @@ class Delta:
     depths: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: str | None = None
+    verified: Verified | None = None
 
     @staticmethod
     def empty() -> "Delta":
@@ -136,13 +139,17 @@ class Answer:
         self.counts.completion += decided
         if decided:
             self.arrivals.append((time.perf_counter(), decided))
+        verified = None
         if update.step is not None:
-            self.counts.add_step(update.step, min(update.step.accepted, decided))
-        return self._delta(released)
+            accepted = min(update.step.accepted, decided)
+            self.counts.add_step(update.step, accepted)
+            if update.verified is not None:
+                verified = Verified(update.verified.tree, update.verified.path[:accepted])
+        return self._delta(released, verified)
 
-    def _delta(self, released: Released) -> Delta:
+    def _delta(self, released: Released, verified: Verified | None) -> Delta:
         count = len(released.starts)
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         ids, depths = [token for token, _ in tokens], [depth for _, depth in tokens]
-        return Delta(released.segments, ids, released.starts, depths, logprobs, self.finish_reason)
+        return Delta(released.segments, ids, released.starts, depths, logprobs, self.finish_reason, verified)

@@ -12,6 +12,7 @@ from serve.answer import Answer, Delta
 from serve.api_errors import from_exception, from_user_error, parse_body
 from serve.chat_parser import ChatParser, Part
 from serve.draft_tokens import DraftTokens
+from serve.draft_trees import tree_json
 from serve.openai_types import ChatRequest
 from serve.prompt import Prompt, chat_prompt, sampling_params
 from serve.request import TokenLogprob
@@ -47,6 +48,8 @@ class _Message:
         self._answer = answer
         self._parser = ChatParser(service.tokenizer, request.mode, request.offered_tools)
         self._draft_tokens = DraftTokens() if request.draft_tokens else None
+        self._tokenizer = service.tokenizer
+        self._draft_trees: list[dict[str, Any]] | None = [] if request.draft_trees else None
         self.finish_reason: str | None = None
         self.pending_logprobs: list[TokenLogprob] = []
 
@@ -56,6 +59,8 @@ class _Message:
         self.pending_logprobs += delta.logprobs
         if self._draft_tokens is not None:
             self._draft_tokens.add(delta)
+        if self._draft_trees is not None and delta.verified is not None:
+            self._draft_trees.append(tree_json(delta.verified, self._tokenizer))
         if delta.finish_reason is not None:
             # A call that the length or a stop string cut is left as it is, even if its JSON is open.
             done = self._answer.ended_by_token
@@ -67,12 +72,15 @@ class _Message:
         entries, self.pending_logprobs = self.pending_logprobs, []
         return entries
 
-    def take_draft_tokens(self, part: dict[str, Any], last: bool) -> dict[str, Any]:
-        """The field of a chunk that says which tokens were drafted, if it was asked for."""
-        if self._draft_tokens is None:
-            return {}
-        text = part.get("content", "") + part.get("reasoning_content", "")
-        return {"draft_tokens": self._draft_tokens.take(text, last)}
+    def take_drafts(self, part: dict[str, Any], last: bool) -> dict[str, Any]:
+        """The fields of a chunk that say what was drafted, those that were asked for."""
+        fields: dict[str, Any] = {}
+        if self._draft_tokens is not None:
+            text = part.get("content", "") + part.get("reasoning_content", "")
+            fields["draft_tokens"] = self._draft_tokens.take(text, last)
+        if self._draft_trees is not None:
+            fields["draft_trees"], self._draft_trees = self._draft_trees, []
+        return fields
 
 
 class _Call:
@@ -111,7 +119,7 @@ class _Call:
             entries = messages[index].take_logprobs()
             logprobs = chat_logprobs(entries, self.service.tokenizer) if request.logprobs and entries else None
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-            choice |= messages[index].take_draft_tokens(delta, finish_reason is not None)
+            choice |= messages[index].take_drafts(delta, finish_reason is not None)
             return event({**frame, "choices": [choice]})
 
         try:

@@ -16,7 +16,7 @@ from serve.request import Completion, Request, SamplingParams, Sequence, StepRec
 from serve.runner import Outcome, Runner
 from serve.scheduler import Limits, Scheduler
 from serve.synthetic import SyntheticAcceptance
-from serve.tree import TreeConfig
+from serve.tree import TreeConfig, Verified
 from target_model.errors import UserError
 from target_model.model import TargetModel
 
@@ -225,8 +225,9 @@ class Engine:
         if reason is None and emitted == remaining:
             reason = "length"
         sequence.token_ids += tokens
-        step = None
+        step = verified = None
         if outcome.tree is not None:
+            verified = Verified(outcome.tree, outcome.path)
             step = StepRecord(len(outcome.tree) - 1, min(len(outcome.path), emitted), emitted, *outcome.seconds)
             self.totals.record(step)
             if self.budget:
@@ -238,7 +239,7 @@ class Engine:
         depths = outcome.depths[: len(tokens)]
         cached = sequence.cached_tokens or 0
         waited = sequence.queue_seconds
-        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached, waited)
+        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached, waited, verified)
 
     @property
     def _eos(self) -> tuple[int, ...]:

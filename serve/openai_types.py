@@ -204,6 +204,7 @@ class ChatRequest(SamplingFields):
     thinking_mode: Literal["enabled", "disabled", "adaptive"] | None = None  # ours
     chat_template_kwargs: TemplateOptions | None = None
     draft_tokens: bool = False  # ours: every choice of a stream's chunks has `draft_tokens`, see serve/draft_tokens.py
+    draft_trees: bool = False  # ours: as well `draft_trees`, what was verified since the last, see serve/draft_trees.py
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
@@ -211,6 +212,8 @@ class ChatRequest(SamplingFields):
             raise ValueError("top_logprobs: only with logprobs true")
         if self.draft_tokens and not self.stream:
             raise ValueError("draft_tokens: only with stream true")
+        if self.draft_trees and not self.stream:
+            raise ValueError("draft_trees: only with stream true")
         if self.draft_tokens and self.offered_tools:
             raise ValueError("draft_tokens: not together with tools, whose calls are not the model's own text")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}

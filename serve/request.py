@@ -9,6 +9,7 @@ from torch import Tensor
 
 from serve.grammar import Constraint, Grammar
 from serve.noise import NoiseStream
+from serve.tree import Verified
 from target_model.errors import UserError
 from target_model.images import VisionInput
 
@@ -125,9 +126,9 @@ class Update:
 
     accepted_from_draft gives for each emitted token its depth in the tree, 0 for the target's own (bonus or prefill)
     token. finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that
-    ended it, which is not among token_ids. `step` is None for the token that comes from prefill. cached_tokens is how
-    many prompt tokens were found in the cache instead of computed, queue_seconds how long the request waited before it
-    first ran.
+    ended it, which is not among token_ids. `step`, and `verified`, what it was about, are None for the token that comes
+    from prefill. cached_tokens is how many prompt tokens were found in the cache instead of computed, queue_seconds how
+    long the request waited before it first ran.
     """
 
     id: str
@@ -139,6 +140,7 @@ class Update:
     step: StepRecord | None = None
     cached_tokens: int = 0
     queue_seconds: float | None = field(default=None, compare=False)
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True)

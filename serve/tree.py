@@ -151,3 +151,11 @@ class Tree:
                 path.append(child)
                 node = child
         return path
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A tree and what the target kept of it: `path` are its accepted nodes, the root excluded."""
+
+    tree: Tree
+    path: list[int]

@@ -10,6 +10,7 @@ from serve.load import SamplingDefaults
 from serve.metrics import Metrics
 from serve.request import Request, StepRecord, TokenLogprob, Update
 from serve.service import Service, Settings
+from serve.tree import Tree, Verified
 from target_model.errors import UserError
 from target_model.resolve import BUNDLED
 from target_model.tokenizer import Tokenizer, load_tokenizer
@@ -115,7 +116,15 @@ class FakeEngine:
             reason,
             None if stop is None else run[stop],
             step,
+            verified=None if step is None else self._verified(script, done, size),
         )
+
+    def _verified(self, script: list[int], done: int, size: int) -> Verified:
+        """A chain of the tokens that were kept, and wrong guesses beside the first of them."""
+        coming = [script[min(done + offset, len(script) - 1)] for offset in range(-1, size - 1)]
+        wrong = DRAFTED + 1 - len(coming)
+        tree = Tree([*coming, *range(60, 60 + wrong)], [*range(-1, size - 1), *[0] * wrong])
+        return Verified(tree, list(range(1, size)))
 
 
 def logprob_of(token: int, top: int) -> TokenLogprob:
