@@ -12,9 +12,9 @@ Where keys come from (MODE):
     "chosen"  the row's own list [T, K, N] (BLOCK_T = 1)
     "union"   a list for each tile of BLOCK_T rows, with one bit a row (chosen_lists.py)
 Trees: keys in slots below committed[r] as above, then one tile of 64 scratch slots, each visible by its bit in
-ancestors[t]; sparse: only if the row chose block position // B of that scratch row. Unwritten slots may hold NaN:
-values are loaded under a mask. Not supported: group sizes that are no power of two, head dims beyond 128, more than 64
-scratch slots.
+ancestors[t]; with SCRATCH_CHOSEN (sparse) only if the row chose block position // B of that scratch row. Unwritten
+slots may hold NaN: values are loaded under a mask. Not supported: group sizes that are no power of two, head dims
+beyond 128, more than 64 scratch slots.
 """
 
 import triton
@@ -105,6 +105,7 @@ def attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     FIRST: tl.constexpr,
+    SCRATCH_CHOSEN: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -211,7 +212,7 @@ def attention_kernel(
             bits = tl.load(ancestors + row, mask=row_ok, other=0)
             scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start,
             count, head, HEADS, N,
-                                     MODE != "dense", HEADS, D, PAGE, UPCAST)  # fmt: skip
+                                     SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
             row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
 
     at = row * (HEADS * GROUP) + q_head

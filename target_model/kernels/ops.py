@@ -105,11 +105,20 @@ def select_blocks(
 
 
 def sparse_attention(
-    q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, blocks_TKN: Tensor, batch: Batch, scale: float
+    q_TQD: Tensor,
+    k_pool_PBKD: Tensor,
+    v_pool_PBKD: Tensor,
+    blocks_TKN: Tensor,
+    batch: Batch,
+    scale: float,
+    first_slot: int = 0,
+    scratch_chosen: bool = True,
 ) -> Tensor:
-    """Softmax attention over the visible keys of the chosen blocks, [T, Q, D]."""
+    """Softmax attention over the visible keys in slots >= first_slot of the chosen blocks, and of all scratch keys
+    without `scratch_chosen`, [T, Q, D].
+    """
     kernel = _implementation("sparse_attention", q_TQD).sparse_attention
-    return kernel(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)
+    return kernel(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale, first_slot, scratch_chosen)
 
 
 def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,7 @@ def run_attention(
     block_t: int,
     block_n: int | None = None,
     first_slot: int = 0,
+    scratch_chosen: bool = True,
     choice_TKN: Tensor | None = None,
     union: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     num_warps: int = 4,
@@ -83,7 +84,7 @@ def run_attention(
         MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
         N=1 if choice_TKN is None else choice_TKN.shape[-1], BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
         BLOCK_N=min(batch.page_size, block_n), SPLITS=splits,
-        FIRST=first_slot > 0, UPCAST=INTERPRETED, PDL=PDL,
+        FIRST=first_slot > 0, SCRATCH_CHOSEN=mode != "dense" and scratch_chosen, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
     if splits == 1:

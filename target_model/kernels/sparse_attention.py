@@ -22,15 +22,33 @@ from target_model.kernels.paged_attention import PROGRAMS, check_attention, run_
 
 
 def sparse_attention(
-    q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, blocks_TKN: Tensor, batch: Batch, scale: float
+    q_TQD: Tensor,
+    k_pool_PBKD: Tensor,
+    v_pool_PBKD: Tensor,
+    blocks_TKN: Tensor,
+    batch: Batch,
+    scale: float,
+    first_slot: int = 0,
+    scratch_chosen: bool = True,
 ) -> Tensor:
-    """Softmax attention over the visible keys of the chosen blocks, [T, Q, D]."""
+    """Softmax attention over the visible keys in slots >= first_slot of the chosen blocks, and of all scratch keys
+    without `scratch_chosen`, [T, Q, D].
+    """
     check_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch)
     require_tensor("blocks", blocks_TKN, (batch.num_rows, k_pool_PBKD.shape[2], None), (torch.int32,))
     require(power_of_two(blocks_TKN.shape[2]) <= 64, "at most 64 chosen blocks are supported")
     group = q_TQD.shape[1] // k_pool_PBKD.shape[2]
     if batch.max_rows == 1:
-        return decode(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale)[0]
+        return decode(
+            q_TQD,
+            k_pool_PBKD,
+            v_pool_PBKD,
+            blocks_TKN,
+            batch,
+            scale,
+            first_slot=first_slot,
+            scratch_chosen=scratch_chosen,
+        )[0]
     # The union of a tile is found among at most 128 choices, and has a bit for each of at most 32 rows.
     most = min(32, max(1, 128 // power_of_two(blocks_TKN.shape[2])))
     if batch.ancestors is None:
@@ -42,6 +60,7 @@ def sparse_attention(
         tiles = cdiv(batch.max_rows, block_t) * k_pool_PBKD.shape[2] * batch.num_sequences
         splits = power_of_two(min(16, max(1, PROGRAMS // tiles)) + 1) // 2
         shape = {"block_t": block_t, "splits": splits, "num_warps": 4, "num_stages": 3}
+    shape |= {"first_slot": first_slot, "scratch_chosen": scratch_chosen}
     return tiled(q_TQD, k_pool_PBKD, v_pool_PBKD, blocks_TKN, batch, scale, block_n=64, **shape)[0]
 
 
@@ -53,6 +72,8 @@ def decode(
     batch: Batch,
     scale: float,
     *,
+    first_slot: int = 0,
+    scratch_chosen: bool = True,
     splits: int | None = None,
     num_warps: int = 4,
     num_stages: int | None = None,
@@ -67,7 +88,7 @@ def decode(
         num_stages = 1 if splits == count else 2  # a single block each: nothing to pipeline
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="chosen", splits=splits, block_t=1, choice_TKN=blocks_TKN,
-        num_warps=num_warps, num_stages=num_stages,
+        first_slot=first_slot, scratch_chosen=scratch_chosen, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 
@@ -80,6 +101,8 @@ def tiled(
     scale: float,
     *,
     block_t: int,
+    first_slot: int = 0,
+    scratch_chosen: bool = True,
     splits: int = 1,
     block_n: int | None = None,
     num_warps: int = 8,
@@ -100,5 +123,6 @@ def tiled(
     )  # fmt: skip
     return run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="union", splits=splits, block_t=block_t, block_n=block_n,
-        choice_TKN=blocks_TKN, union=(*union, sizes), num_warps=num_warps, num_stages=num_stages, registers=registers,
+        choice_TKN=blocks_TKN, union=(*union, sizes), first_slot=first_slot,
+        scratch_chosen=scratch_chosen, num_warps=num_warps, num_stages=num_stages, registers=registers,
     )  # fmt: skip

@@ -9,10 +9,20 @@ from target_model.kernels.padded_ref import PaddedBatch, attend
 
 
 def sparse_attention(
-    q_TQD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, blocks_TKN: Tensor, batch: Batch, scale: float
+    q_TQD: Tensor,
+    k_pool_PBKD: Tensor,
+    v_pool_PBKD: Tensor,
+    blocks_TKN: Tensor,
+    batch: Batch,
+    scale: float,
+    first_slot: int = 0,
+    scratch_chosen: bool = True,
 ) -> Tensor:
-    """softmax(scale * q . k) v over the visible keys whose position lies in a chosen block, [T, Q, D]. `blocks_TKN` is
-    -1 padded.
+    """softmax(scale * q . k) v over the visible keys in slots >= first_slot whose position lies in a chosen block, [T,
+    Q, D]. `blocks_TKN` is -1 padded.
+
+    In a tree without `scratch_chosen`, visible scratch keys count as chosen; then some of them may come from earlier
+    batches.
     """
     padded = PaddedBatch.of(batch)
     blocks_RMKN = padded.pad(blocks_TKN).long()
@@ -25,7 +35,10 @@ def sparse_attention(
     else:
         blocks_RS = padded.key_blocks()[:, None, None]
         hidden_RKMS = hidden_RKMC.gather(-1, blocks_RS.expand(*hidden_RKMC.shape[:3], -1))
-    mask = hidden_RKMS + padded.hidden_RMS[:, None]
+        if not scratch_chosen:
+            scratch_RS = torch.arange(padded.slots, device=q_TQD.device) >= batch.committed[:, None]
+            hidden_RKMS = hidden_RKMS.masked_fill(scratch_RS[:, None, None], 0.0)
+    mask = hidden_RKMS + padded.dense_mask(first_slot)
     k_RSKD = padded.gather(k_pool_PBKD, q_TQD.dtype)
     v_RSKD = padded.gather(v_pool_PBKD, q_TQD.dtype)
     return padded.unpad(attend(padded.pad(q_TQD), k_RSKD, v_RSKD, mask, scale))

@@ -113,8 +113,11 @@ def test_select_blocks(batch: Batch, top_k: int, init_blocks: int, local_blocks:
     assert ties > 10
 
 
-def test_sparse_attention(batch: Batch):
-    """Any choice that includes the row's own block, the two kv heads choosing differently."""
+@pytest.mark.parametrize(("first_slot", "scratch_chosen"), [(0, True), (1, False)])
+def test_sparse_attention(batch: Batch, first_slot: int, scratch_chosen: bool):
+    """Any choice that includes the row's own block, the two kv heads choosing differently; as the target and as a draft
+    attend.
+    """
     q, (k_pool, v_pool) = torch.randn(batch.num_rows, HEADS, DIM), pools()
     rng = random.Random(5)
     choices = []
@@ -122,11 +125,15 @@ def test_sparse_attention(batch: Batch):
         own = int(batch.positions[row]) // BLOCK
         heads = [sorted({own, *rng.sample(range(own + 1), min(2, own + 1))}) for _ in range(KV_HEADS)]
         choices.append([blocks + [-1] * (4 - len(blocks)) for blocks in heads])
-    out = ops.sparse_attention(q, k_pool, v_pool, torch.tensor(choices, dtype=torch.int32), batch, 0.3)
+    blocks_TKN = torch.tensor(choices, dtype=torch.int32)
+    out = ops.sparse_attention(q, k_pool, v_pool, blocks_TKN, batch, 0.3, first_slot, scratch_chosen)
+    sequence_of = [r for r, count in enumerate(batch.row_counts) for _ in range(count)]
     group = HEADS // KV_HEADS
     for row, heads in enumerate(choices):
         for head, blocks in enumerate(heads):
-            slots = [slot for slot, position in visible(batch, row) if position // BLOCK in blocks]
+            # Scratch of a prefill chunk is a row like any other; that of a tree may be free of the choice.
+            free = batch.committed[sequence_of[row]] if batch.ancestors is not None and not scratch_chosen else 10**6
+            slots = [s for s, p in visible(batch, row) if p >= first_slot and (p // BLOCK in blocks or p >= free)]
             mine = slice(head * group, (head + 1) * group)
             keys, values = (pool.flatten(0, 1)[slots][:, head : head + 1] for pool in (k_pool, v_pool))
             assert (out[row, mine] - softmax_attention(q[row, mine], keys, values, 0.3)).abs().max() < 1e-5

@@ -1,6 +1,8 @@
 """The attention and indexer kernels against their references, on small ragged shapes with NaN in every slot nobody may
 read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,6 +95,26 @@ def test_sparse_attention(kind, page, dim, heads, kv_heads, top_k):
     blocks = select_blocks_ref.select_blocks(normal(batch, kv_heads, dim, seed=5), index_pool, batch, top_k, 0, 1)
     out = sparse_attention.sparse_attention(q, k, v, blocks, batch, dim**-0.5)
     want = sparse_attention_ref.sparse_attention(q, clean(k), clean(v), blocks, batch, dim**-0.5)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_sparse_attention_of_a_draft(kind):
+    """Slot 0 holds nothing, and the guessed rows an earlier step wrote are seen by their bits, chosen or not."""
+    batch, pages = BATCHES[kind](16)
+    q = normal(batch, 8, 32)
+    k, v = (poisoned_pool(batch, pages, 4, 32, seed=s) for s in (2, 3))
+    index_pool = clean(poisoned_pool(batch, pages, 32, seed=4))
+    blocks = select_blocks_ref.select_blocks(normal(batch, 4, 32, seed=5), index_pool, batch, 3, 0, 1)
+    if batch.ancestors is not None:
+        # The last committed tokens become what an earlier step wrote: of three the first and the last are seen.
+        back_R = batch.committed.clamp(max=3)
+        back_T = back_R.repeat_interleave(torch.tensor(batch.row_counts)).long()
+        ancestors = (batch.ancestors << back_T) | (0b101 & ((1 << back_T) - 1))
+        batch = replace(batch, committed=batch.committed - back_R, ancestors=ancestors)
+    options = {"first_slot": int(batch.ancestors is None or int(batch.committed.min()) > 0), "scratch_chosen": False}
+    out = sparse_attention.sparse_attention(q, k, v, blocks, batch, 0.2, **options)
+    want = sparse_attention_ref.sparse_attention(q, clean(k), clean(v), blocks, batch, 0.2, **options)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
 
 
