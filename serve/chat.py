@@ -106,6 +106,7 @@ class _Call:
             stop=stop,
             priority=request.priority,
             images=self.prompt.images,
+            grammar=self.prompt.grammar,
         )
 
     async def events(self, answers: list[Answer]) -> AsyncIterator[str]:

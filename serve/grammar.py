@@ -5,6 +5,7 @@ The library is llguidance. A grammar begins where the reasoning ends, and an ans
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,14 +71,19 @@ class GrammarCompiler:
         special, rules = self._tokenizer.special, Rules()
         parts = []
         if schema is not None:
-            parts.append(rules.add(f"%json {_json({**schema, 'x-guidance': {'whitespace_pattern': _WHITE_SPACE}})}"))
+            parts.append(
+                rules.add(f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _WHITE_SPACE}})}")
+            )
         if tools:
             if NAMESPACE not in special:
                 raise UserError(f"tools: the tokenizer has no token {NAMESPACE!r}, with which calls begin")
-            parts.append(tool_calls_rule(rules, tools, special[NAMESPACE], several=several))
+            try:
+                parts.append(tool_calls_rule(rules, tools, special[NAMESPACE], several=several))
+            except RecursionError:
+                raise UserError("the schema is nested too deeply") from None
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules.lark(" | ".join(parts))), log_level=0)
         if matcher.is_error():
-            raise UserError(_first_line(matcher.get_error()))
+            raise UserError(_reason(matcher.get_error()))
         after_prompt: Phase = "waiting" if waits else "grammar"
         return Grammar(
             matcher,
@@ -197,9 +203,6 @@ def _words(allowed: list[bool]) -> Tensor:
     return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _first_line(message: str) -> str:
-    return message.splitlines()[0]
+def _reason(message: str) -> str:
+    """The library's error without its place in a text that the client has not written."""
+    return re.sub(r"^at [0-9]+\([0-9]+\): ", "", message.splitlines()[0])

@@ -1,9 +1,10 @@
 """From API requests to prompt ids and sampling parameters. Long texts take time here: keep it off the event loop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from serve.api_errors import ApiError, from_user_error
+from serve.grammar import Grammar
 from serve.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, Message, SamplingFields
 from serve.pictures import load_picture
 from serve.request import ImageSpan, SamplingParams
@@ -40,17 +41,50 @@ def completion_prompts(request: CompletionRequest, service: Service) -> list[lis
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids of a prompt, and the images that its placeholders show."""
+    """Ids of a prompt, the images that its placeholders show, and what the answer has to follow."""
 
     token_ids: list[int]
     images: tuple[ImageSpan, ...] = ()
+    grammar: Grammar | None = None
 
 
 def chat_prompt(request: ChatRequest, service: Service) -> Prompt:
     """A rendered conversation that fits the context."""
+    grammar = answer_grammar(request, service) if request.constrained else None
     prompt = render(request.messages, request.offered_tools, request.mode, service)
     check_context(prompt.token_ids, service, "messages")
-    return prompt
+    return replace(prompt, grammar=grammar)
+
+
+def answer_grammar(request: ChatRequest, service: Service) -> Grammar:
+    """What the answer has to follow. A schema that cannot be kept is an error that names its field."""
+    names, schema = request.callable_names, request.schema
+    tools = [
+        {"index": index, **tool.model_dump(exclude_none=True)}
+        for index, tool in enumerate(request.tools or [])
+        if request.tool_choice != "none" and (names is None or tool.function.name in names)
+    ]
+    if request.must_call:
+        schema = None
+    waits = schema is None and not request.must_call
+    try:
+        return service.grammars.compile(schema, tools, request.mode, several=not request.single_call, waits=waits)
+    except UserError as error:
+        raise _refused(error, schema, tools, service) from None
+
+
+def _refused(
+    error: UserError, schema: dict[str, Any] | None, tools: list[dict[str, Any]], service: Service
+) -> ApiError:
+    """The error of the first part that cannot be compiled alone."""
+    parts = [] if schema is None else [("response_format.json_schema.schema", schema, [])]
+    parts += [(f"tools[{tool['index']}].function.parameters", None, [tool]) for tool in tools]
+    for param, part_schema, part_tools in parts:
+        try:
+            service.grammars.compile(part_schema, part_tools, "disabled")
+        except UserError as found:
+            return ApiError(400, f"{param}: {found}", param, "invalid_value")
+    return ApiError(400, f"tools: {error}", "tools", "invalid_value")
 
 
 def render(

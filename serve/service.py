@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from serve.answer import Answer, Delta
 from serve.api_errors import ApiError
 from serve.async_engine import AsyncEngine, Stream
+from serve.grammar import Grammar, GrammarCompiler
 from serve.load import SamplingDefaults
 from serve.metrics import Metrics
 from serve.pictures import PictureLimits
@@ -42,7 +43,7 @@ class Service:
     """One served model.
 
     context: tokens of prompt and answer that a request can have. pictures: reads them, None when the model sees none;
-    image_token_id stands for them in a prompt.
+    image_token_id stands for them in a prompt. vocab_size: of the model, None: the tokenizer's.
     """
 
     engine: AsyncEngine
@@ -54,11 +55,16 @@ class Service:
     settings: Settings = field(default_factory=Settings)
     pictures: VisionProcessor | None = None
     image_token_id: int | None = None
+    vocab_size: int | None = None
+    grammars: GrammarCompiler = field(init=False)
     # Long texts have a thread of their own, so that they keep only each other waiting.
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="texts"))
     long_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="long-texts")
     )
+
+    def __post_init__(self):
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size or self.tokenizer.vocab_size)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
@@ -84,18 +90,19 @@ class Service:
         priority: int,
         show_special: bool = False,
         images: tuple[ImageSpan, ...] = (),
+        grammar: Grammar | None = None,
     ) -> AsyncIterator[list[Answer]]:
         """Starts `choices` answers to each prompt, in that order, and counts them at the end.
 
-        All prompts show `images`. Whatever ends the block, none of them stays in the engine. When the client hangs up,
-        they end with "abort".
+        All prompts show `images`, all answers follow `grammar`. Whatever ends the block, none of them stays in the
+        engine. When the client hangs up, they end with "abort".
         """
         if await http.is_disconnected():  # while its prompt was being encoded
             raise ClientDisconnect
         # A client may send the same id twice, the engine must not see it twice.
         name = f"{http.scope['state']['request_id']}-{uuid.uuid4().hex[:8]}"
         requests = [
-            Request(f"{name}-{place}-{choice}", prompt, params, priority, choice, images)
+            Request(f"{name}-{place}-{choice}", prompt, params, priority, choice, images, grammar)
             for place, (prompt, params) in enumerate(prompts)
             for choice in range(choices)
         ]

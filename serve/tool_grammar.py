@@ -10,17 +10,22 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import regex_to_lark
-
+from serve.terminals import NUMBERS, TEXT, count_of, string_terminal
 from serve.tool_calls import reference_target
 from target_model.errors import UserError
 
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$defs", "definitions", "$schema", "$id", "$comment"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Not longer, so that none is too large to be a number.
-_NUMBERS = {"integer": r"-?(0|[1-9][0-9]{0,17})"}
-_NUMBERS["number"] = _NUMBERS["integer"] + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
+_KEYWORDS = {
+    "string": {"pattern", "minLength", "maxLength", "format"},
+    "integer": set(_BOUNDS),
+    "number": set(_BOUNDS),
+    "boolean": set(),
+    "null": set(),
+    "array": {"items", "minItems", "maxItems"},
+    "object": {"properties", "required", "additionalProperties"},
+}
 _KEYWORDS = {
     "string": {"pattern", "minLength", "maxLength", "format"},
     "integer": set(_BOUNDS),
@@ -40,7 +45,6 @@ _FORMATS = {
     "email": r"[a-zA-Z0-9_+-]{1,64}(\.[a-zA-Z0-9_+-]{1,64}){0,8}@[a-zA-Z0-9]{1,63}(\.[a-zA-Z0-9]{1,63}){1,8}",
     "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
 }
-TEXT = "/(?s:.*)/"
 
 
 class Rules:
@@ -67,23 +71,22 @@ class Rules:
 
 
 def tool_calls_rule(rules: Rules, tools: list[dict[str, Any]], namespace: int, *, several: bool) -> str:
-    """The rule of a whole answer that calls one of `tools`, or `several` times some. UserError names tools[i].
-
-    Each tool is a definition as in a request, with "index", its place there.
+    """The rule of a whole answer that calls one of `tools` (definitions as in a request), or `several` times some.
+    UserError says what is wrong with a schema.
     """
-    calls = [_call(rules, tool["function"], f"tools[{tool['index']}].function", namespace) for tool in tools]
+    calls = [_call(rules, tool["function"], namespace) for tool in tools]
     call = rules.add(" | ".join(calls))
     tag = f"<[{namespace}]>"
     return rules.add(f'{tag} "<tool_call>\\n" {call}{"+" if several else ""} {tag} "</tool_call>"')
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
-def _call(rules: Rules, function: Mapping[str, Any], where: str, namespace: int) -> str:
+def _call(rules: Rules, function: Mapping[str, Any], namespace: int) -> str:
     schema, strict = function.get("parameters") or {}, bool(function.get("strict"))
-    values = _Values(rules, schema, namespace, f"{where}.parameters", strict=strict)
+    values = _Values(rules, schema, namespace, strict=strict)
     name = literal(f'<invoke name="{function["name"]}">')
     arguments = values.arguments()
     return rules.add(f'<[{namespace}]> {name} {arguments} <[{namespace}]> "</invoke>\\n"')
@@ -92,8 +95,8 @@ def _call(rules: Rules, function: Mapping[str, Any], where: str, namespace: int)
 class _Values:
     """Rules for what stands between the tags of one tool's arguments."""
 
-    def __init__(self, rules: Rules, root: Mapping[str, Any], namespace: int, where: str, *, strict: bool):
-        self._rules, self._root, self._where, self._strict = rules, root, where, strict
+    def __init__(self, rules: Rules, root: Mapping[str, Any], namespace: int, *, strict: bool):
+        self._rules, self._root, self._strict = rules, root, strict
         self._tag = f"<[{namespace}]>"
         self._references: dict[str, str] = {}
         self._any: str | None = None
@@ -102,7 +105,7 @@ class _Values:
     def arguments(self) -> str:
         root = self._resolved(self._root)
         if root.get("type", "object") != "object":
-            raise UserError(f"{self._where}: must describe an object")
+            raise UserError("must describe an object")
         self._check(root, _KEYWORDS["object"] | {"type"})
         return self._object(root)
 
@@ -110,7 +113,7 @@ class _Values:
         if schema is True or schema is None or schema == {}:
             return self._anything()
         if not isinstance(schema, Mapping):
-            raise UserError(f"{self._where}: {json.dumps(schema)} is not a schema that a value can have")
+            raise UserError(f"{json.dumps(schema)} is not a schema that a value can have")
         if "$ref" in schema:
             return self._reference(schema)
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -126,7 +129,7 @@ class _Values:
             return self._anything()
         types = [types] if isinstance(types, str) else types
         if not isinstance(types, list) or not types or not set(map(str, types)) <= _KEYWORDS.keys():
-            raise UserError(f"{self._where}: {json.dumps(schema.get('type'))} is not a type")
+            raise UserError(f"{json.dumps(schema.get('type'))} is not a type")
         self._check(schema, {"type"}.union(*(_KEYWORDS[kind] for kind in types)))
         if len(types) == 1:
             return self._single(types[0], schema)
@@ -144,8 +147,8 @@ class _Values:
         if kind == "null":
             return '"null"'
         bounds = {key: schema[key] for key in _BOUNDS if key in schema}
-        if kind in _NUMBERS and not bounds:
-            return self._rules.add(f"/{_NUMBERS[kind]}/", terminal=True)
+        if kind in NUMBERS and not bounds:
+            return self._rules.add(f"/{NUMBERS[kind]}/", terminal=True)
         return self._rules.add(f"%json {json.dumps({'type': kind} | bounds)}")
 
     def _alternatives(self, branches: list[Any]) -> str:
@@ -161,44 +164,22 @@ class _Values:
         return self._rules.add(" | ".join(rules))
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        parts = []
-        shortest, longest = self._count(schema, "minLength") or 0, self._count(schema, "maxLength")
-        if shortest or longest is not None:
-            parts.append(f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/")
-        if schema.get("pattern") is not None:
-            parts += self._pattern(schema["pattern"])
-        if schema.get("format") is not None:
-            known = _FORMATS.get(str(schema["format"]))
-            if known is None and self._strict:
-                raise UserError(f"{self._where}: format {json.dumps(schema['format'])} is not supported")
-            parts += [f"/{regex_to_lark(known, 'dw')}/"] if known else []
-        if parts:
-            return self._rules.add(" & ".join(parts), terminal=True)
+        body = string_terminal(schema, strict=self._strict)
+        if body != TEXT:
+            return self._rules.add(body, terminal=True)
         if self._text is None:
             self._text = self._rules.add(TEXT, terminal=True)
         return self._text
 
-    def _pattern(self, pattern: Any) -> list[str]:
-        """A pattern holds anywhere in the text, unless its ends are fixed."""
-        text = str(pattern)
-        start, end = text.startswith("^"), text.endswith("$") and not text.endswith("\\$")
-        inner = text[start : len(text) - end]
-        if (start or end) and "|" in inner:
-            # The ends belong to the outer alternatives only.
-            if self._strict:
-                raise UserError(f"{self._where}: pattern {json.dumps(text)}: ^ or $ together with | is not supported")
-            return []
-        return [f"/{'' if start else '(?s:.*)'}({regex_to_lark(inner, 'dw')}){'' if end else '(?s:.*)'}/"]
-
     def _array(self, schema: Mapping[str, Any], at_least: int = 0) -> str:
-        least, most = max(self._count(schema, "minItems") or 0, at_least), self._count(schema, "maxItems")
+        least, most = max(count_of(schema, "minItems") or 0, at_least), count_of(schema, "maxItems")
         item = self._tagged("item", self._value(schema.get("items")))
         return self._rules.add(f"{item}{{{least},{'' if most is None else most}}}")
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not isinstance(properties, Mapping) or not isinstance(required, list):
-            raise UserError(f"{self._where}: properties must be an object and required a list")
+            raise UserError("properties must be an object and required a list")
         others = schema.get("additionalProperties", True)
         fields = dict(properties) | {name: others for name in required if name not in properties}
         if not fields and others is not False:
@@ -213,7 +194,7 @@ class _Values:
 
     def _tagged(self, name: Any, value: str) -> str:
         if not isinstance(name, str) or not name or name.startswith("/") or ">" in name:
-            raise UserError(f"{self._where}: {json.dumps(name)} cannot be the name of an argument")
+            raise UserError(f"{json.dumps(name)} cannot be the name of an argument")
         opening, closing = literal(f"<{name}>"), literal(f"</{name}>")
         return self._rules.add(f"{self._tag} {opening} {value} {self._tag} {closing}")
 
@@ -228,16 +209,16 @@ class _Values:
     def _target(self, reference: Any) -> Mapping[str, Any]:
         target = reference_target(reference, self._root)
         if not isinstance(target, Mapping):
-            raise UserError(f"{self._where}: $ref {json.dumps(reference)} leads nowhere within the schema")
+            raise UserError(f"$ref {json.dumps(reference)} leads nowhere within the schema")
         return target
 
     def _union(self, schema: Mapping[str, Any], keyword: str) -> str:
         self._check(schema, {keyword})
         branches = schema[keyword]
         if not isinstance(branches, list) or not branches:
-            raise UserError(f"{self._where}: {keyword} must be a list that is not empty")
+            raise UserError(f"{keyword} must be a list that is not empty")
         if keyword != "anyOf" and len(branches) > 1 and self._strict:
-            raise UserError(f"{self._where}: {keyword} is not supported")
+            raise UserError(f"{keyword} is not supported")
         if keyword == "allOf" and len(branches) > 1:
             return self._anything()
         flat = self._flat(branches)
@@ -257,7 +238,7 @@ class _Values:
             if branch is True:
                 return {}
             if not isinstance(branch, Mapping):
-                raise UserError(f"{self._where}: {json.dumps(branch)} is not a schema that a value can have")
+                raise UserError(f"{json.dumps(branch)} is not a schema that a value can have")
             if "$ref" not in branch:
                 break
             branch = self._target(branch["$ref"])
@@ -270,18 +251,18 @@ class _Values:
             for name, value in (self._resolved(branch).get("properties") or {}).items():
                 kind = _reads_as(self._resolved(value))
                 if seen.setdefault(name, kind) != kind and self._strict:
-                    raise UserError(f"{self._where}: {json.dumps(name)} has different types in alternatives of anyOf")
+                    raise UserError(f"{json.dumps(name)} has different types in alternatives of anyOf")
 
     def _choice(self, schema: Mapping[str, Any]) -> str:
         self._check(schema, {"enum", "const", "type"})
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list) or not values:
-            raise UserError(f"{self._where}: enum must be a list that is not empty")
+            raise UserError("enum must be a list that is not empty")
         plain = [value for value in values if not isinstance(value, list | dict)]
         texts = [value for value in plain if isinstance(value, str)]
         mixed = texts and any(value is not None and not isinstance(value, str) for value in plain)
         if len(plain) < len(values) or (mixed and self._strict):
-            raise UserError(f"{self._where}: enum of values whose types cannot be told apart")
+            raise UserError("enum of values whose types cannot be told apart")
         shown = texts + ["null"] * (None in plain) if texts else [json.dumps(value) for value in plain]
         return self._rules.add(" | ".join(map(literal, shown)))
 
@@ -298,13 +279,7 @@ class _Values:
     def _check(self, schema: Mapping[str, Any], known: set[str]) -> None:
         unknown = schema.keys() - known - _ANNOTATIONS
         if unknown and self._strict:
-            raise UserError(f"{self._where}: {json.dumps(min(unknown))} is not supported here with strict true")
-
-    def _count(self, schema: Mapping[str, Any], keyword: str) -> int | None:
-        value = schema.get(keyword)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise UserError(f"{self._where}: {keyword} must be a number of at least 0")
-        return value
+            raise UserError(f"{json.dumps(min(unknown))} is not supported here with strict true")
 
 
 def _reads_as(schema: Mapping[str, Any]) -> str:

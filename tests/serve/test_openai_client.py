@@ -199,7 +199,8 @@ def test_errors_are_the_clients_own(sync):
     with pytest.raises(openai.NotFoundError):
         sync.chat.completions.create(model="other", messages=USER)
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        sync.chat.completions.create(model="fake", messages=USER, response_format={"type": "json_object"})
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "text"}}}
+        sync.chat.completions.create(model="fake", messages=USER, response_format=wrong)
 
 
 def test_an_engine_that_dies_raises_in_the_stream():

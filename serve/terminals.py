@@ -1,0 +1,65 @@
+"""Bare texts and numbers by their JSON schema, as terminals of llguidance's Lark."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+
+from target_model.errors import UserError
+
+TEXT = "/(?s:.*)/"
+# Not longer, so that none is too large to be a number.
+NUMBERS = {"integer": r"-?(0|[1-9][0-9]{0,17})"}
+NUMBERS["number"] = NUMBERS["integer"] + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
+
+_CLOCK = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+# Whatever the year, so not the 29th of February.
+_DAY = r"((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_DATE = rf"\d{{4}}-{_DAY}"
+_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_WORD = r"[a-zA-Z0-9_+-]{1,32}"
+_FORMATS = {
+    "date": _DATE,
+    "time": _CLOCK,
+    "date-time": f"{_DATE}T{_CLOCK}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "email": rf"{_WORD}(\.{_WORD}){{0,2}}@[a-zA-Z0-9]{{1,63}}(\.[a-zA-Z]{{2,24}}){{1,3}}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+}
+
+
+def string_terminal(schema: Mapping[str, Any], *, strict: bool) -> str:
+    """The body of the terminal for strings that fit. What has no support is left out, or with `strict` a UserError."""
+    parts = []
+    shortest, longest = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
+    if shortest or longest is not None:
+        parts.append(f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/")
+    if schema.get("pattern") is not None:
+        parts += _pattern(str(schema["pattern"]), strict)
+    if schema.get("format") is not None:
+        known = _FORMATS.get(str(schema["format"]))
+        if known is None and strict:
+            raise UserError(f"format {json.dumps(schema['format'])} is not supported")
+        parts += [f"/{regex_to_lark(known, 'dw')}/"] if known else []
+    return " & ".join(parts) or TEXT
+
+
+def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
+    """A length or number of items."""
+    value = schema.get(keyword)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise UserError(f"{keyword} must be a number of at least 0")
+    return value
+
+
+def _pattern(text: str, strict: bool) -> list[str]:
+    """A pattern holds anywhere in the text, unless its ends are fixed."""
+    start, end = text.startswith("^"), text.endswith("$") and not text.endswith("\\$")
+    inner = text[start : len(text) - end]
+    if (start or end) and "|" in inner:
+        # The ends belong to the outer alternatives only.
+        if strict:
+            raise UserError(f"pattern {json.dumps(text)}: ^ or $ together with | is not supported")
+        return []
+    return [f"/{'' if start else '(?s:.*)'}({regex_to_lark(inner, 'dw')}){'' if end else '(?s:.*)'}/"]
