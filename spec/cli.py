@@ -23,6 +23,7 @@ from spec.commands.quantize import quantize
 from spec.commands.runs import runs
 from spec.commands.serve import serve
 from spec.commands.train import train
+from spec.commands.tune import tune
 from target_model.errors import UserError
 
 USER_ERROR, INTERRUPTED = 2, 130
@@ -46,6 +47,7 @@ app.command(name="import")(import_draft)
 app.command()(doctor)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(tune, name="tune")
 
 
 def _print_version(requested: bool) -> None:

@@ -95,15 +95,19 @@ def _chain_lengths(text: str) -> list[int]:
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:
-    """Comma separated temperatures. 1 is always in the result: small models loop under greedy decoding, which flatters
-    acceptance."""
+    """Comma separated temperatures, in order."""
     try:
         temperatures = {float(part) for part in text.split(",")}
     except ValueError:
         raise UserError(f"--temperature must be numbers separated by commas, for example 0,1; got {text!r}") from None
     for temperature in temperatures:
         SamplingParams(temperature=temperature)  # refuses negative and infinite ones
-    return tuple(sorted(temperatures | {1.0}))
+    return tuple(sorted(temperatures))
+
+
+def with_one(temperatures: tuple[float, ...]) -> tuple[float, ...]:
+    """1 is always measured: small models loop under greedy decoding, which flatters acceptance."""
+    return tuple(sorted({*temperatures, 1.0}))
 
 
 def parse_thinking(text: str) -> tuple[bool, ...]:

@@ -80,7 +80,7 @@ def acceptance(
         turns=turns,
         tokens=tokens,
         shapes=tuple(dict.fromkeys([*shapes, *files])),
-        temperatures=benchmark.parse_temperatures(temperature),
+        temperatures=benchmark.with_one(benchmark.parse_temperatures(temperature)),
         top_p=top_p,
         top_k=top_k,
         thinking=benchmark.parse_thinking(thinking),

@@ -12,6 +12,7 @@ TREE = typer.Option(
     help="Tree as depth,width,nodes (root counted; width 1 is a chain), or adaptive: measures this machine's costs at "
     "the start and drafts as far as pays. Default: one that suits most."
 )
+TREE_FILE = typer.Option(help="A tree that spec tune tree wrote, instead of --tree.", dir_okay=False)
 SAMPLING = typer.Option(help="coupled (a seed gives one text, whatever is drafted) or rejection.")
 SYNTHETIC = typer.Option(help="Force this mean acceptance length: for benchmarks only, the text is meaningless.")
 HOST = typer.Option(help="Address to listen on; 0.0.0.0 for all.")
@@ -43,6 +44,7 @@ def serve(
     target: Target = "m3-tiny",
     draft: Draft = "eagle3",
     tree: Annotated[str | None, TREE] = None,
+    tree_file: Annotated[Path | None, TREE_FILE] = None,
     sampling: Annotated[str, SAMPLING] = "coupled",
     synthetic_acceptance_length: Annotated[float | None, SYNTHETIC] = None,
     host: Annotated[str, HOST] = "127.0.0.1",
@@ -72,14 +74,18 @@ def serve(
     from serve.service import Settings
     from serve.tree import TreeConfig
     from spec.pair import cache_dtype, choose_device, dummy_weights_option
+    from spec.tree_file import read_tree
     from target_model.errors import UserError
 
+    if tree is not None and tree_file is not None:
+        raise UserError("--tree and --tree-file exclude each other")
+    shape = None if tree in (None, "adaptive") else TreeConfig.parse(tree)
     if dtype is not None and dtype not in TYPES:
         raise UserError(f"unknown dtype {dtype!r}: expected one of {', '.join(TYPES)}")
     options = ServeOptions(
         target=target,
         draft=draft_name(draft),
-        tree=None if tree in (None, "adaptive") else TreeConfig.parse(tree),
+        tree=shape if tree_file is None else read_tree(tree_file),
         adaptive=tree == "adaptive",
         sampling=sampling,
         synthetic_acceptance=synthetic_acceptance_length,

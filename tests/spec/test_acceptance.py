@@ -8,7 +8,7 @@ import pytest
 from serve.request import Completion, SamplingParams, StepRecord
 from serve.tree import TreeConfig
 from spec import cli
-from spec.bench.acceptance import parse_concurrency, parse_shapes, parse_temperatures, parse_thinking
+from spec.bench.acceptance import parse_concurrency, parse_shapes, parse_temperatures, parse_thinking, with_one
 from spec.bench.sweep import Condition, Contender, sampling_params, sweep
 from spec.bench.tables import number
 from spec.pair import load_pair
@@ -32,8 +32,8 @@ def test_bad_chain_lengths_are_named(chain):
 
 
 def test_temperature_one_is_always_measured():
-    assert parse_temperatures("0") == (0.0, 1.0)
-    assert parse_temperatures("0.5,0,1") == (0.0, 0.5, 1.0)
+    assert with_one(parse_temperatures("0")) == (0.0, 1.0)
+    assert with_one(parse_temperatures("0.5,0,1")) == (0.0, 0.5, 1.0)
     with pytest.raises(UserError, match="temperature"):
         parse_temperatures("-1")
 
