@@ -125,10 +125,6 @@ def test_an_answer_is_shaded_by_depth(browser):
         assert f"{made.metrics.totals.accepted} of {steps * DRAFTED} drafted tokens accepted" in figures
         assert browser.run("return document.querySelector('.user').textContent") == "Hello <i>there</i>"
         assert browser.run("return document.querySelectorAll('main b, main i').length") == 0  # text stays text
-        browser.run("new Answer().show({text: '<b>x</b>', depth: 1}, document.querySelector('main'))")
-        assert browser.run("return document.querySelectorAll('main b').length") == 0
-        browser.run("document.querySelector('main').lastChild.remove()")
-        browser.run("document.querySelector('main').lastChild.remove()")
         browser.ask("And then?")
         browser.until("return document.querySelectorAll('.figures').length === 2")
         browser.until(DONE)
@@ -137,6 +133,67 @@ def test_an_answer_is_shaded_by_depth(browser):
     first, second = made.engine.engine.seen
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids  # the conversation goes on
     assert WORDS.strip() in tokenizer().decode(second.prompt_ids)
+
+
+TREE = """return [...document.querySelectorAll('#tree g')].map(g => ({
+    text: g.querySelector('text').textContent, title: g.querySelector('title').textContent,
+    classes: g.className.baseVal, x: Number(g.querySelector('rect').getAttribute('x')),
+    y: Number(g.querySelector('rect').getAttribute('y')), fill: getComputedStyle(g.querySelector('rect')).fill}))"""
+
+
+@needs_browser
+def test_the_current_tree_is_drawn(browser):
+    """A chain of three kept tokens and six wrong guesses beside the first; the slider goes back to earlier steps."""
+    words = "One two three four five six seven eight nine ten"
+    ids = tokenizer().encode(words)
+    made = service(saying(words))
+    with serving(made) as url:
+        browser.open(url)
+        assert browser.run("return document.getElementById('live').textContent") == "no tree yet"
+        browser.ask("Count")
+        browser.until(DONE)
+        browser.until("return document.querySelectorAll('.figures').length === 1")
+        steps = made.metrics.totals.steps
+        live = browser.run("return document.getElementById('live').textContent")
+        assert live.startswith(f"verify step {steps} of {steps}: {DRAFTED} drafted, ")
+        assert "acceptance length" in live and "tokens/s" in live
+        browser.run("const s = document.getElementById('step'); s.value = 1; s.dispatchEvent(new Event('input'))")
+        assert "step 1 of" in browser.run("return document.getElementById('live').textContent")
+        nodes = browser.run(TREE)
+        assert len(nodes) == DRAFTED + 1
+        shown = [tokenizer().decode([token]).replace(" ", "\u00b7") for token in ids[:4]]
+        assert [node["text"] for node in nodes[:4]] == shown
+        assert [node["classes"] for node in nodes[:4]] == ["root", "kept d1", "kept d2", "kept d3"]
+        assert "accepted" in nodes[1]["title"] and "accepted" not in nodes[5]["title"]
+        assert len({node["fill"] for node in nodes}) == 4  # three shades, and none
+        assert len({(node["x"], node["y"]) for node in nodes}) == len(nodes)  # nothing is hidden by another
+        assert [node["x"] for node in nodes[:4]] == sorted({node["x"] for node in nodes})
+        assert browser.run("return document.querySelectorAll('#tree path').length") == DRAFTED
+        assert browser.run("return document.querySelectorAll('#tree path.kept').length") == 3
+        if path := os.environ.get("TREE_PICTURE"):
+            browser.picture(path)
+        browser.run("document.getElementById('new').click()")
+        assert browser.run(TREE) == []
+
+
+@needs_browser
+def test_no_text_becomes_markup(browser):
+    """Neither what the user says, nor the model, in its answer or in a tree, nor an error."""
+    attack = "<img src=x onerror=window.bad=1><script>window.bad=1</script><svg/onload=window.bad=1>"
+    with serving(service(saying(attack + " </article>", context=300))) as url:
+        browser.open(url)
+        browser.ask(attack)
+        browser.until("return document.querySelectorAll('.figures').length === 1")
+        browser.until(DONE)
+        browser.ask(attack * 40)
+        browser.until("return document.querySelector('.error') !== null")
+        assert attack in browser.run("return document.querySelector('.content').textContent")
+        assert browser.run("return document.querySelector('.user').textContent") == attack
+        browser.run("draw({ tokens: [arguments[0], arguments[0]], parents: [-1, 0], accepted: [1] })", attack)
+        assert all("onerror" in node["title"] and node["text"].startswith("<img") for node in browser.run(TREE))
+        assert browser.run("return document.querySelectorAll('main img, main script, main svg, #tree img').length") == 0
+        assert browser.run("return document.querySelectorAll('script').length") == 1
+        assert browser.run("return window.bad === undefined")
 
 
 @needs_browser
