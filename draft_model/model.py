@@ -94,15 +94,21 @@ class Eagle3Draft(nn.Module):
         gate, up = self.gate_up_proj(self.post_attention_layernorm(state_TH)).chunk(2, dim=-1)
         return state_TH + self.down_proj(F.silu(gate) * up)
 
-    def forward(self, batch: Batch, feature_TH: Tensor, cache: LayerCache) -> Tensor:
+    def forward(self, batch: Batch, feature_TH: Tensor, cache: LayerCache, blocks_TKN: Tensor | None = None) -> Tensor:
         """One served draft step: writes the rows' K and V into the draft's cache, attends through it, returns h [T, H].
 
-        Row of the token at position t: slot t (slot 0 holds nothing), feature of position t - 1.
+        Row of the token at position t: slot t (slot 0 holds nothing), feature of position t - 1. With `blocks_TKN` it
+        attends to these blocks (int32, ascending, -1 behind) and all visible guessed rows only.
         """
         q_TQD, k_TKD, v_TKD, residual_TH = self.attention_inputs(batch.token_ids, feature_TH, batch.positions)
         ops.write_kv(k_TKD, v_TKD, cache.k, cache.v, batch)
         scale = self.config.head_dim**-0.5
-        attended_TQD = ops.paged_attention(q_TQD, cache.k, cache.v, batch, scale, first_slot=1)
+        if blocks_TKN is None:
+            attended_TQD = ops.paged_attention(q_TQD, cache.k, cache.v, batch, scale, first_slot=1)
+        else:
+            attended_TQD = ops.sparse_attention(
+                q_TQD, cache.k, cache.v, blocks_TKN, batch, scale, first_slot=1, scratch_chosen=False
+            )
         return self.attention_output(attended_TQD, residual_TH)
 
     def next_feature(self, state_TH: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draft_model.model import Eagle3Draft
+from serve.chosen_blocks import ChosenBlocks
 from serve.request import Sequence
 from serve.sampling import Row, Survivors, filtered, follow_grammars
 from serve.tree import Tree, TreeConfig
@@ -35,17 +36,30 @@ class Drafter:
     the decided ones.
     """
 
-    def __init__(self, draft: Eagle3Draft, cache: PagedCache):
-        self.draft, self.cache = draft, cache
+    def __init__(self, draft: Eagle3Draft, cache: PagedCache, chosen: ChosenBlocks | None = None):
+        """With `chosen` the draft attends sparsely."""
+        self.draft, self.cache, self.chosen = draft, cache, chosen
         weight = draft.fc.weight
         self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=weight.device))
         # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
         self._page_taps = torch.zeros(cache.num_pages, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
+        if chosen is not None:
+            shape = cache.num_pages, chosen.index_heads, chosen.top_k
+            self._page_choices = torch.zeros(shape, dtype=torch.int32, device=weight.device)
+
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
         last_page = sequence.pages[sequence.computed // self.cache.page_size - 1]
         sequence.taps = [self._page_taps[last_page][None]]
+        if self.chosen is not None:
+            sequence.choices = [self._page_choices[last_page][None]]
+
+    def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None) -> None:
+        """Takes what the target left of newly decided positions."""
+        sequence.taps.append(aux_TA)
+        if choice_TJN is not None:
+            sequence.choices.append(choice_TJN)
 
     def follow(self, sequences: list[Sequence]) -> None:
         """Computes the rows of decided tokens from the taps that the target has left, one row for each that is known.
@@ -57,13 +71,16 @@ class Drafter:
         rows = [(sequence, tokens) for sequence, tokens in rows if tokens]
         if not rows:
             return
-        size, starts, taps, edges = self.cache.page_size, [], [], []
+        size, starts, taps, choices, edges = self.cache.page_size, [], [], [], []
         row = 0
         for sequence, tokens in rows:
-            start, waiting = sequence.draft_end, torch.cat(sequence.taps)
+            start = sequence.draft_end
             starts.append(start)
-            taps.append(waiting[: len(tokens)])
-            sequence.taps = [waiting[len(tokens) :]] if len(waiting) > len(tokens) else []
+            now, sequence.taps = _take(sequence.taps, len(tokens))
+            taps.append(now)
+            if self.chosen is not None:
+                now, sequence.choices = _take(sequence.choices, len(tokens))
+                choices.append(now)
             edges += [
                 (sequence.pages[slot // size - 1], row + slot - start)
                 for slot in range(-(-start // size) * size, start + len(tokens), size)
@@ -74,13 +91,17 @@ class Drafter:
         if edges:
             pages, kept = zip(*edges, strict=True)
             self._page_taps[list(pages)] = aux_TA[list(kept)].to(self._page_taps.dtype)
+            if self.chosen is not None:
+                self._page_choices[list(pages)] = torch.cat(choices)[list(kept)]
         tables = [sequence.pages for sequence, _ in rows]
         batch = Batch.causal(size, self._page_taps.device, [tokens for _, tokens in rows], starts, tables)
-        state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft())
+        blocks_TKN = None if self.chosen is None else self.chosen.lists(torch.cat(choices), batch.positions)
+        state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
         end = 0
         for sequence, tokens in rows:
             end += len(tokens)
             sequence.root_state = state_TH[end - 1]
+            sequence.root_blocks = None if blocks_TKN is None else blocks_TKN[end - 1]
 
     def propose(
         self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig
@@ -203,7 +224,11 @@ class Drafter:
             ancestors=[],
         )
         batch = replace(batch, token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
-        return self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft()).view_as(feature_RWH), mask_RW
+        blocks_TKN = None
+        if self.chosen is not None:
+            blocks_TKN = torch.stack([sequence.root_blocks for sequence in sequences]).repeat_interleave(width, 0)
+        state_TH = self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft(), blocks_TKN)
+        return state_TH.view_as(feature_RWH), mask_RW
 
     def _select(self, sequences: list[Sequence], shape: TreeConfig, pool: Pool) -> list[Tree]:
         """The best nodes of each pool, or those of a static tree. A child never scores above its parent and ties go to
@@ -248,3 +273,9 @@ def _places(shape: TreeConfig, size: int) -> list[int]:
         first += expanded * shape.width
         expanded = len(inner)
     return places
+
+
+def _take(waiting: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:
+    """The first `count` rows, and what is left."""
+    rows = torch.cat(waiting)
+    return rows[:count], [rows[count:]] if len(rows) > count else []

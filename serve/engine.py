@@ -9,6 +9,7 @@ import torch
 
 from draft_model.model import Eagle3Draft
 from serve.budget import OFF, Budget, CostTable
+from serve.chosen_blocks import ChosenBlocks
 from serve.drafter import Drafter
 from serve.image_rows import check_images
 from serve.pages import PageAllocator
@@ -59,7 +60,8 @@ class Engine:
     or "rejection" (the distribution is the same, the text of a seed depends on the draft). synthetic_acceptance: a mean
     acceptance length to force, for benchmarks of the system; the text is then meaningless.
     kv_dtype, index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the type
-    of the weights.
+    of the weights. draft_attention: "full", or to the blocks that a layer of the target chose: "sparse" is its last
+    sparse layer, "sparse:LAYER" another, counted from 0.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         synthetic_acceptance: float | None = None,
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
+        draft_attention: str = "full",
     ):
         if sampling not in ("coupled", "rejection"):
             raise UserError(f"sampling must be coupled or rejection, got {sampling!r}")
@@ -93,7 +96,7 @@ class Engine:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
         cache = target.make_cache(pages, draft=shape, kv_dtype=kv_dtype, index_dtype=index_dtype)
-        drafter = Drafter(draft, cache) if draft else None
+        drafter = Drafter(draft, cache, ChosenBlocks.parse(draft_attention, config, draft.config)) if draft else None
         synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
         if synthetic and self.budget:
             raise UserError("a synthetic acceptance length needs a fixed tree, not an adaptive one")
@@ -120,6 +123,8 @@ class Engine:
             if wrong is not None:
                 raise UserError(f"{name} has token id {wrong}, but the vocabulary holds 0 to {vocab - 1}")
         check_images(request, self.runner.target)
+        if request.grammar is not None and self.runner.synthetic is not None:
+            raise UserError("response_format, tool_choice and strict tools: not where acceptance is synthetic")
         sequence = Sequence(request)
         self.scheduler.add(sequence)
         self._sequences[request.id] = sequence
@@ -237,9 +242,19 @@ class Engine:
             self.scheduler.finish(sequence)
         logprobs = None if outcome.logprobs is None else outcome.logprobs[: len(tokens)]
         depths = outcome.depths[: len(tokens)]
-        cached = sequence.cached_tokens or 0
-        waited = sequence.queue_seconds
-        return Update(sequence.request.id, tokens, depths, logprobs, reason, stop_token, step, cached, waited, verified)
+        return Update(
+            sequence.request.id,
+            tokens,
+            depths,
+            logprobs,
+            reason,
+            stop_token,
+            step,
+            cached_tokens=sequence.cached_tokens or 0,
+            queue_seconds=sequence.queue_seconds,
+            verified=verified,
+            prompt_logprobs=sequence.prompt_logprobs if params.prompt_logprobs and step is None else None,
+        )
 
     @property
     def _eos(self) -> tuple[int, ...]:

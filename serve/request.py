@@ -22,7 +22,7 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. repetition_penalty counts prompt and answer, presence
     and frequency penalties the answer. Before `min_tokens` tokens no end-of-text and no stop token can be chosen.
     `logprobs` is the number of alternatives reported with each token (0: only the token's own), None reports nothing;
-    they are the model's own, before any filter.
+    they are the model's own, before any filter. With `prompt_logprobs` the same is reported of the prompt.
     """
 
     temperature: float = 1.0
@@ -39,6 +39,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
         def check(ok: bool, name: str, rule: str) -> None:
@@ -56,6 +57,7 @@ class SamplingParams:
         check(self.max_tokens >= 1, "max_tokens", ">= 1")
         check(0 <= self.min_tokens <= self.max_tokens, "min_tokens", "between 0 and max_tokens")
         check(self.logprobs is None or self.logprobs >= 0, "logprobs", ">= 0")
+        check(self.logprobs is not None or not self.prompt_logprobs, "prompt_logprobs", "with a number of logprobs")
 
     @property
     def greedy(self) -> bool:
@@ -128,7 +130,8 @@ class Update:
     token. finish_reason is None while the request goes on, else "stop", "length" or "abort"; stop_token is the id that
     ended it, which is not among token_ids. `step`, and `verified`, what it was about, are None for the token that comes
     from prefill. cached_tokens is how many prompt tokens were found in the cache instead of computed, queue_seconds how
-    long the request waited before it first ran.
+    long the request waited before it first ran. prompt_logprobs, of all prompt tokens but the first, come with the
+    first update.
     """
 
     id: str
@@ -141,6 +144,7 @@ class Update:
     cached_tokens: int = 0
     queue_seconds: float | None = field(default=None, compare=False)
     verified: Verified | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,7 @@ class Completion:
     logprobs: list[TokenLogprob] | None
     steps: list[StepRecord]
     cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] | None = None
 
     @staticmethod
     def of(updates: list[Update]) -> "Completion":
@@ -167,6 +172,7 @@ class Completion:
             logprobs=[entry for update in updates for entry in update.logprobs or []] if wants_logprobs else None,
             steps=[update.step for update in updates if update.step is not None],
             cached_tokens=updates[-1].cached_tokens,
+            prompt_logprobs=updates[0].prompt_logprobs,
         )
 
 
@@ -178,8 +184,9 @@ class Sequence:
     first `published` tokens are offered to other sequences under `page_keys`.
 
     The draft follows behind: slots below `draft_end` hold its rows (slot 0 has none), and `taps` are the target's taps
-    [n, A] of the positions from draft_end - 1 to computed - 1, whose rows it still has to compute. `root_state` [H] is
-    its state of the last row it computed, from which the next tree grows.
+    [n, A] of the positions from draft_end - 1 to computed - 1, whose rows it still has to compute; `choices` [n, J, N]
+    are the blocks chosen there, where the draft goes by them. `root_state` [H] is its state of the last row it
+    computed, from which the next tree grows, and `root_blocks` [K, N + 1] that row's blocks.
     """
 
     def __init__(self, request: Request):
@@ -190,6 +197,7 @@ class Sequence:
         self.constraint = None if request.grammar is None else Constraint(request.grammar)
         self.seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
         self.noise = NoiseStream(self.seed, request.choice_index)
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.page_keys: list[bytes] = []
         self.queued = time.perf_counter()
         self.queue_seconds: float | None = None  # None until it is first admitted
@@ -202,7 +210,9 @@ class Sequence:
         self.computed = self.published = computed
         self.draft_end = max(computed, 1)
         self.taps: list[Tensor] = []
+        self.choices: list[Tensor] = []
         self.root_state: Tensor | None = None
+        self.root_blocks: Tensor | None = None
 
     @property
     def output_length(self) -> int:

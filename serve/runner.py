@@ -17,9 +17,10 @@ from serve.synthetic import SyntheticAcceptance
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
-from target_model.model import TargetModel
+from target_model.model import TargetModel, TargetOutput
 
 PLAIN_STEPS = 32
+PROMPT_ROWS = 64  # whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,16 @@ class Runner:
         batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, [s.pages for s, _ in chunks])
         if self.image_rows is not None:
             batch = self.image_rows.place(batch, chunks)
-        output = self.target(batch, self.cache, self.taps)
+        output, choice_TJN = self._run_target(batch)
+        self._report_prompts(output.final_state, chunks)
         outcomes: list[Outcome | None] = [None] * len(chunks)
         complete, last_rows, row = [], [], 0
         for index, (sequence, count) in enumerate(chunks):
             if self.drafter:
                 if sequence.computed == sequence.draft_end:
                     self.drafter.resume(sequence)
-                sequence.taps.append(output.aux[row : row + count])
+                heard = slice(row, row + count)
+                self.drafter.hear(sequence, output.aux[heard], None if choice_TJN is None else choice_TJN[heard])
             sequence.computed += count
             row += count
             if sequence.computed == len(sequence.token_ids):
@@ -116,16 +119,14 @@ class Runner:
         else:
             trees = [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
         drafted = time.perf_counter()
-        outcomes, paths, output = self._verify(sequences, trees, noise_RDV)
+        outcomes, paths, output, choice_TJN = self._verify(sequences, trees, noise_RDV)
         verified = time.perf_counter()
         if self.drafter:
-            rows, first = [], 0
-            for tree, path in zip(trees, paths, strict=True):
-                rows += [first, *(first + node for node in path)]
+            first = 0
+            for sequence, tree, path in zip(sequences, trees, paths, strict=True):
+                rows = [first, *(first + node for node in path)]
+                self.drafter.hear(sequence, output.aux[rows], None if choice_TJN is None else choice_TJN[rows])
                 first += len(tree)
-            kept = output.aux[rows].split([len(path) + 1 for path in paths])
-            for sequence, taps in zip(sequences, kept, strict=True):
-                sequence.taps.append(taps)
             # Without drafts nobody needs the draft's rows yet: they are computed together now and then.
             self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
         self.clock.draft += drafted - started
@@ -137,7 +138,7 @@ class Runner:
         """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
         depths = [tree.depths() for tree in trees]
         batch = self._tree_batch(sequences, trees, depths)
-        output = self.target(batch, self.cache, self.taps)
+        output, choice_TJN = self._run_target(batch)
         logits_TV = self.target.logits(output.final_state)
         rows = [Row(sequence, path) for sequence, tree in zip(sequences, trees, strict=True) for path in tree.paths()]
         noise_TV = None
@@ -165,7 +166,16 @@ class Runner:
         if longest:
             padded = [path + [-1] * (longest - len(path)) for path in paths]
             self.cache.commit(batch, torch.tensor(padded, device=self.device))
-        return outcomes, paths, output
+        return outcomes, paths, output, choice_TJN
+
+    def _run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor | None]:
+        """One pass, and the blocks that its rows chose, int32 [T, J, N], where the draft goes by them."""
+        chosen = self.drafter.chosen if self.drafter else None
+        if chosen is None:
+            return self.target(batch, self.cache, self.taps), None
+        recorder = chosen.recorder()
+        output = self.target(batch, self.cache, self.taps, recorder)
+        return output, chosen.recorded(recorder, batch.positions)
 
     def _tree_batch(self, sequences: list[Sequence], trees: list[Tree], depths: list[list[int]]) -> Batch:
         tokens, starts = [tree.tokens for tree in trees], [sequence.computed for sequence in sequences]
@@ -205,6 +215,22 @@ class Runner:
         eos = self.target.config.eos_token_ids
         candidate_NW = torch.tensor(candidate_NW, device=self.device)
         return choose_by_rejection(logits_NV, rows, noise_NV, eos, candidate_NW, drawn_NW).tolist()
+
+    def _report_prompts(self, state_TH: Tensor, chunks: list[tuple[Sequence, int]]) -> None:
+        """Notes what the target thought of the prompt tokens behind these rows, where that is asked for."""
+        first = 0
+        for sequence, count in chunks:
+            # After a preemption the first ones are known already.
+            known, end = len(sequence.prompt_logprobs), min(sequence.computed + count, sequence.prompt_length - 1)
+            start = max(sequence.computed, known)
+            for begin in range(start, end, PROMPT_ROWS) if sequence.params.prompt_logprobs else ():
+                positions = range(begin, min(begin + PROMPT_ROWS, end))
+                offset = first - sequence.computed
+                logits = self.target.logits(state_TH[positions.start + offset : positions.stop + offset])
+                tokens = sequence.token_ids[positions.start + 1 : positions.stop + 1]
+                rows = [Row(sequence, ())] * len(tokens)
+                sequence.prompt_logprobs += self._logprobs(logits, rows, tokens)
+            first += count
 
     def _logprobs(self, logits_NV: Tensor, rows: list[Row], tokens: list[int]) -> list[TokenLogprob | None]:
         """The model's own log-probabilities, before bias and filters, where the request asks for them."""

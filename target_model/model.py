@@ -38,7 +38,8 @@ class TargetOutput:
 
 @dataclass
 class Recorder:
-    """Collects the inside of one forward pass.
+    """Collects the inside of one forward pass; with `choice_of` only the blocks in force behind that layer, None while
+    every block is chosen (otherwise a choice is made even then).
 
     hidden_states  [T, H] each: entry i is the residual stream entering layer i, the last entry what leaves the last
                    layer
@@ -46,7 +47,12 @@ class Recorder:
     """
 
     hidden_states: list[Tensor] = field(default_factory=list)
-    blocks: dict[int, Tensor] = field(default_factory=dict)
+    blocks: dict[int, Tensor | None] = field(default_factory=dict)
+    choice_of: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        return self.choice_of is None
 
 
 class DecoderLayer(nn.Module):
@@ -161,12 +167,12 @@ class TargetModel(nn.Module):
         cos_sin = self.rotary(batch.positions)
         scales = [layer.attention_scale for layer in self.layers] + [self.norm.scale]
         normed_TH = rms_norm(residual_TH, scales[0], self.config.rms_norm_eps)
-        tapped = {}
+        tapped, complete = {}, recorder is not None and recorder.complete
         for index, layer in enumerate(self.layers):
             number = self.first_layer + index
             if number in taps:
                 tapped[number] = residual_TH
-            if recorder is not None:
+            if complete:
                 recorder.hidden_states.append(residual_TH)
             normed_TH, residual_TH, blocks_TJN = layer(
                 normed_TH,
@@ -176,11 +182,11 @@ class TargetModel(nn.Module):
                 cache.layer(index),
                 cos_sin,
                 blocks_TJN,
-                recorder is not None,
+                complete,
             )
-            if recorder is not None and self.config.sparse_layers[index]:
+            if recorder is not None and (complete and self.config.sparse_layers[index] or number == recorder.choice_of):
                 recorder.blocks[number] = blocks_TJN
-        if recorder is not None:
+        if complete:
             recorder.hidden_states.append(residual_TH)
         return normed_TH, residual_TH, blocks_TJN, [tapped[tap] for tap in taps]
 
