@@ -134,58 +134,63 @@ def _print_compared(console: Console, compared: dict[str, Any], first: str, seco
         console.print(f"[yellow]not asked alike:[/] {name} is {a} in A and {b} in B", highlight=False)
     if any(compared["only_one_has"]):
         console.print("rows that only A or only B has: {} and {}".format(*compared["only_one_has"]), highlight=False)
-    table = Table(title="B - A, paired bootstrap over prompts", title_justify="left", title_style="bold", box=None)
-    for heading in ("suite", "shape", "asked"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("AL of A", "AL of B", "B - A", "95 %", "p, corrected", "", "decoding\nspeed-up", "95 %"):
-        table.add_column(heading, justify="right")
-    for row in compared["rows"]:
-        length, speed = row["AL_difference"], row["decode_speed_up_difference"]
-        table.add_row(
-            row["suite"],
-            row["label"],
-            _asked(row),
-            *(number(value) for value in row["AL"]),
-            *(_signed(length), bounds(length and (length["low"], length["high"]))),
-            NOT_AVAILABLE if length is None else f"{length['p_corrected']:.3f}",
-            "[bold]differs[/]" if row["differs"] else "",
-            *(_signed(speed), bounds(speed and (speed["low"], speed["high"]))),
-        )
-    console.print(table)
+    console.print(_difference_table("AL", compared["rows"], "AL", "AL_difference"))
     console.print(
-        "p: two-sided, Holm's correction for the number of rows; it differs below 0.05. Prompts: "
+        _difference_table("decoding speed-up", compared["rows"], "decode_speed_up", "decode_speed_up_difference")
+    )
+    console.print(
+        "B - A by paired bootstrap over prompts. p: two-sided; of AL it is corrected for the number of rows (Holm), "
+        "and an AL differs below 0.05. Prompts: "
         + ", ".join(dict.fromkeys(str(row["prompts"]) for row in compared["rows"])),
         style="dim",
     )
 
 
-def _print_published(console: Console, compared: dict[str, Any]) -> None:
-    console.print(compared["published"], highlight=False)
-    table = Table(box=None)
-    for heading in ("suite", "shape", "asked", "curve"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("AL", "95 %", "published", "difference", ""):
-        table.add_column(heading, justify="right")
-    for row in compared["rows"]:
+def _difference_table(title: str, rows: list[dict[str, Any]], values: str, differences: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    for heading in ("suite", "shape", "asked"):
+        table.add_column(heading)
+    for heading in ("A", "B", "B - A", "95 %", "p", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        found = row[differences]
+        differs = differences == "AL_difference" and row["differs"]
         table.add_row(
             row["suite"],
             row["label"],
             _asked(row),
-            row["curve"],
-            number(row["AL"]),
-            bounds(row["AL_interval"]),
-            number(row["published"]),
-            f"{row['difference']:+.2f}",
-            "[bold]differs[/]" if row["differs"] else "",
+            *(number(value) for value in row[values]),
+            NOT_AVAILABLE if found is None else f"{found['value']:+.2f}",
+            bounds(found and (found["low"], found["high"])),
+            NOT_AVAILABLE if found is None else f"{found.get('p_corrected', found['p']):.3f}",
+            "[bold]differs[/]" if differs else "",
         )
-    console.print(table)
+    return table
+
+
+def _print_published(console: Console, compared: dict[str, Any]) -> None:
+    console.print(compared["published"], highlight=False)
+    for curve in dict.fromkeys(row["curve"] for row in compared["rows"]):
+        table = Table(title=curve, title_justify="left", title_style="bold", box=None)
+        for heading in ("suite", "shape", "asked"):
+            table.add_column(heading)
+        for heading in ("AL", "95 %", "published", "difference", ""):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in (row for row in compared["rows"] if row["curve"] == curve):
+            table.add_row(
+                row["suite"],
+                row["label"],
+                _asked(row),
+                number(row["AL"]),
+                bounds(row["AL_interval"]),
+                number(row["published"]),
+                f"{row['difference']:+.2f}",
+                "[bold]differs[/]" if row["differs"] else "",
+            )
+        console.print(table)
     console.print("published curves have no interval; it differs where they are outside the result's", style="dim")
 
 
 def _asked(row: dict[str, Any]) -> str:
     thinking = ", thinking" if row["thinking"] else ""
     return f"T = {row['temperature']:g}{thinking}" + (f", {row['concurrency']}" if row["concurrency"] > 1 else "")
-
-
-def _signed(found: dict[str, float] | None) -> str:
-    return NOT_AVAILABLE if found is None else f"{found['value']:+.2f}"

@@ -19,7 +19,7 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def bounds(pair: tuple[float, float] | list[float] | None) -> str:
     """An interval, or nothing where there is none."""
-    return "" if pair is None else f"{pair[0]:.2f}-{pair[1]:.2f}"
+    return "" if pair is None else f"{pair[0]:.2f} to {pair[1]:.2f}"
 
 
 def print_rows(console: Console, rows: Sequence[Row]) -> None:
@@ -49,7 +49,7 @@ def print_definitions(console: Console) -> None:
 def _table(title: str, style: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", title_style=style, box=None)
     for heading in ("shape", "asked"):
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
