@@ -1,5 +1,6 @@
 """`spec chat`: a conversation in the terminal."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,27 +26,38 @@ def chat(
         int | None, typer.Option(min=0, help="Seed of sampled answers. Default: another each time.")
     ] = None,
     thinking: Annotated[str, typer.Option(help=f"{', '.join(THINKING)}.")] = "disabled",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    tools: Annotated[
+        Path | None,
+        typer.Option(help="JSON list of tools that the model may call; you are asked what a call returned."),
+    ] = None,
 ) -> None:
     """Chat in the terminal: accepted tokens coloured by draft depth, acceptance and speed below each answer."""
     from rich.console import Console
 
-    from spec.chat import Remote, Sampling, converse
+    from spec.attachments import read_tools
+    from spec.chat import Conversation
+    from spec.speaker import Remote, Sampling
     from target_model.errors import UserError
 
     if thinking not in THINKING:
         raise UserError(f"unknown --thinking {thinking!r}: expected one of {', '.join(THINKING)}")
     sampling = Sampling(tokens, temperature, seed, thinking)
-    console = Console(highlight=False)
+    console, offered = Console(highlight=False), None if tools is None else read_tools(tools)
     if url is not None:
-        converse(Remote(url, api_key, model, sampling), console)
+        Conversation(Remote(url, api_key, model, sampling, offered), console, system=system).run()
         return
     if model is not None:
         raise UserError("--model chooses among a server's models and needs --url; --target names one to load")
     from serve.load import load_engine
     from serve.tree import TreeConfig
-    from spec.local import Local
+    from spec.local import local_server
     from spec.pair import choose_device
 
     shape = None if tree is None else TreeConfig.parse(tree)
-    loaded = load_engine(target, draft_name(draft), shape, device=choose_device(device), max_running=1)
-    converse(Local(*loaded, sampling), console, settings=loaded[2].lines[:3])
+    loaded = load_engine(
+        target, draft_name(draft), shape, device=choose_device(device), max_running=1, language_only=False
+    )
+    with local_server(*loaded) as server:
+        speaker = Remote(server.url, server.api_key, None, sampling, offered)
+        Conversation(speaker, console, system=system).run(loaded[2].lines[:4])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,20 +10,23 @@ import time
 
 import httpx
 import pytest
+from PIL import Image
 from rich.console import Console
 
-import spec.chat
+import spec.speaker
 from serve.load import load_engine
 from serve.request import SamplingParams
 from spec import cli
-from spec.chat import STYLES, Piece, Remote, Sampling, converse, printable
-from spec.local import Local
+from spec.attachments import read_picture, read_tools
+from spec.chat import STYLES, Conversation, printable
+from spec.local import local_server
+from spec.speaker import Remote, Sampling
 from target_model.errors import UserError
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
 from tests.serve.http_client import serving
 
 
-def talk(speaker, *lines, color=None):
+def talk(speaker, *lines, color=None, system=None):
     """What the terminal shows when a user types these lines."""
     waiting = list(lines)
 
@@ -32,8 +36,13 @@ def talk(speaker, *lines, color=None):
         return waiting.pop(0)
 
     console = Console(file=io.StringIO(), width=200, force_terminal=color is not None, color_system=color)
-    converse(speaker, console, read)
+    Conversation(speaker, console, read, system).run()
     return console.file.getvalue()
+
+
+def token(text, depth, **fields):
+    """A chunk with one token."""
+    return {"choices": [{"delta": {"content": text}, "draft_tokens": [{"text": text, "depth": depth}], **fields}]}
 
 
 def test_a_server_is_talked_to():
@@ -55,8 +64,11 @@ def test_tokens_have_the_colour_of_their_depth():
 
         async def answer(self, messages, turn):
             for depth in (0, 1, 2, 9, 0):
-                yield Piece(f"[b]{depth}", depth)
-            yield Piece("\x1b[2J", 0)
+                for piece in turn.take(token(f"[b]{depth}", depth)):
+                    yield piece
+            tree = {"tokens": ["a"] * 6, "parents": [-1, 0, 1, 2, 0, 0], "accepted": [1, 2, 3]}
+            for piece in turn.take(token("\x1b[2J", 0, draft_trees=[tree, {**tree, "accepted": []}])):
+                yield piece
 
     shown = talk(Scripted(), "Go", color="truecolor")
     answer = shown[shown.index("ends.") :]
@@ -64,7 +76,7 @@ def test_tokens_have_the_colour_of_their_depth():
     for depth, style in ((1, STYLES[1]), (2, STYLES[2]), (9, STYLES[-1])):
         red, green, blue = (int(style[-6:][place : place + 2], 16) for place in (0, 2, 4))
         assert f"48;2;{red};{green};{blue}m[b]{depth}\x1b[0m" in answer
-    assert "6 tokens" in answer and "acceptance length 2.50" in answer
+    assert "6 pieces" in answer and "acceptance length 2.50, 3 of 10 drafted tokens accepted" in answer
     assert "\x1b[2J" not in answer  # only the colours are escape sequences
 
 
@@ -76,7 +88,8 @@ def test_an_answer_that_ends_early_leaves_the_conversation(error):
         async def answer(self, messages, turn):
             self.asked.append([message["content"] for message in messages])
             if messages[-1]["content"] != "nothing":
-                yield Piece("part", 0)
+                for piece in turn.take(token("part", 0)):
+                    yield piece
             raise error
 
     speaker = Stopped()
@@ -100,10 +113,10 @@ def test_a_server_that_does_not_know_depths(monkeypatch):
 
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(
-        spec.chat, "connect", lambda *_: httpx.AsyncClient(transport=transport, base_url="http://other")
+        spec.speaker, "connect", lambda *_: httpx.AsyncClient(transport=transport, base_url="http://other")
     )
     shown = talk(Remote("http://other", None, None, Sampling()), "one", "two")
-    assert shown.count("plain\n1 pieces") == 2 and "unknown field" not in shown
+    assert shown.count("plain\n1 pieces, acceptance n/a") == 2 and "unknown field" not in shown
     assert ["draft_tokens" in body for body in bodies] == [True, False, False]
     shown = talk(Remote("http://other", None, None, Sampling(thinking="enabled")), "one")
     assert "unknown field" in shown  # thinking that was asked for is not dropped
@@ -123,7 +136,7 @@ def test_a_chunk_that_is_no_chunk_is_one_line(monkeypatch):
 
     transport = httpx.MockTransport(answer)
     monkeypatch.setattr(
-        spec.chat, "connect", lambda *_: httpx.AsyncClient(transport=transport, base_url="http://other")
+        spec.speaker, "connect", lambda *_: httpx.AsyncClient(transport=transport, base_url="http://other")
     )
     assert "is not OpenAI's" in talk(Remote("http://other", None, None, Sampling()), "one")
 
@@ -152,13 +165,119 @@ def test_ctrl_c_stops_the_answer_and_nothing_else():
 
 def test_the_local_engine_says_what_plain_decoding_says():
     loaded = load_engine("m3-tiny", "eagle3", context=512, max_running=1)
-    shown = talk(Local(*loaded, Sampling(tokens=40, temperature=0.0)), "Write a haiku in Python.")
+    with local_server(*loaded) as server:
+        speaker = Remote(server.url, server.api_key, None, Sampling(tokens=40, temperature=0.0))
+        shown = talk(speaker, "Write a haiku in Python.", "word " * 600)
+        assert httpx.get(f"{server.url}/v1/models", trust_env=False).status_code == 401  # only who has the key
     engine, words, _ = load_engine("m3-tiny", None, context=512, max_running=1)
     prompt = words.render_chat([{"role": "user", "content": "Write a haiku in Python."}], thinking_mode="disabled")
     (plain,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40))
     text = words.decode(plain.token_ids)
-    assert f"\n{text}\n{len(plain.token_ids)} tokens" in shown and "drafted tokens accepted" in shown
-    assert "try /new" in talk(Local(*loaded, Sampling()), "word " * 600)
+    assert f"\n{text}\n{len(plain.token_ids)} tokens" in shown and "acceptance length" in shown
+    assert "the context holds 512" in shown
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url, trust_env=False)
+
+
+def test_a_system_prompt_stays_through_new():
+    made = service(saying("Yes."))
+    with serving(made) as url:
+        talk(Remote(url, None, None, Sampling()), "one", "/new", "two", system="Be kind to llamas.")
+    prompts = [tokenizer().decode(request.prompt_ids) for request in made.engine.engine.seen]
+    assert len(prompts) == 2 and all("Be kind to llamas." in prompt for prompt in prompts)
+    assert "one" not in prompts[1]
+
+
+def test_reasoning_is_dim():
+    with serving(service(saying("First.</mm:think>Then."))) as url:
+        shown = talk(Remote(url, None, None, Sampling(thinking="enabled")), "Go", color="truecolor")
+    answer = shown[shown.index("ends.") : shown.index(" tokens")]
+    runs = re.findall(r"\x1b\[([\d;]+)m([^\x1b]+)", answer)
+    assert "".join(text for style, text in runs if style.startswith("2;3")) == "First."
+    assert "Then" in "".join(text for style, text in runs if not style.startswith("2;3")) + answer.split("\x1b")[-1]
+
+
+def test_pictures_go_with_the_next_question(tmp_path):
+    asked = []
+
+    class Seeing:
+        name = "seeing"
+
+        async def answer(self, messages, turn):
+            asked.append([message["content"] for message in messages])
+            for piece in turn.take(token("A dot.", 0)):
+                yield piece
+
+    Image.new("RGB", (3, 3), "red").save(tmp_path / "red dot.png")
+    (tmp_path / "text.png").write_text("no picture")
+    lines = (f"/image {tmp_path}/red dot.png", "What is it?", f"/image {tmp_path}/text.png", "/image", "And now?")
+    shown = talk(Seeing(), *lines, "/imagine", "/etc/hosts is what?")
+    part, text = asked[0][0]
+    assert part["image_url"]["url"].startswith("data:image/png;base64,") and text == {"type": "text", "text": lines[1]}
+    assert asked[1][-1] == "And now?" and asked[1][0] == asked[0][0]
+    assert "red dot.png goes with" in shown and "text.png is not a picture" in shown and "cannot be read" in shown
+    assert "there is no command /imagine" in shown and asked[2][-1] == "/etc/hosts is what?"
+    with pytest.raises(UserError, match="cannot be read"):
+        read_picture(str(tmp_path / "nothing.png"))
+
+
+def test_a_server_that_sees_no_pictures_says_so(tmp_path):
+    Image.new("RGB", (3, 3)).save(tmp_path / "dot.png")
+    with serving(service(saying("Yes."))) as url:
+        shown = talk(Remote(url, None, None, Sampling()), f"/image {tmp_path}/dot.png", "What?", "Well?")
+    assert "sees no pictures" in shown and shown.count("Yes.") == 1
+
+
+NS = "]<]minimax[>["
+CALL = f'{NS}<tool_call>\n{NS}<invoke name="weather">{NS}<city>Oslo{NS}</city>{NS}</invoke>\n{NS}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+
+
+def test_tools_are_called_and_answered(tmp_path):
+    def answers(request):
+        text = "Rain." if "wet" in tokenizer().decode(request.prompt_ids) else f"Let me see.{CALL}"
+        return [*tokenizer().encode(text, allow_special=True), 2]
+
+    made = service(FakeEngine(answers, runs=(3, 5)))
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    with serving(made) as url:
+        speaker = Remote(url, None, None, Sampling(), read_tools(tmp_path / "tools.json"))
+        shown = talk(speaker, "How is it?", "wet", "Thanks", "again")
+    assert 'Let me see.\nweather({"city": "Oslo"})' in shown and "\nRain.\n" in shown
+    assert shown.count("acceptance length") == 4  # also where tokens cannot be told apart
+    first, second, third, _ = (tokenizer().decode(request.prompt_ids) for request in made.engine.engine.seen)
+    assert "weather" in first and second.count("Oslo") == 1 and third.count("Rain.") == 1
+    shown = talk(Silent(), "How is it?")
+    assert "no result, so the question is dropped" in shown
+
+
+class Silent:
+    """Calls a tool that nobody answers."""
+
+    name = "silent"
+
+    async def answer(self, messages, turn):
+        call = {"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}
+        for piece in turn.take({"choices": [{"delta": {"content": "Hm.", "tool_calls": [call]}}]}):
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "must hold a list"),
+        ("[]", "must hold a list"),
+        ('[{"type": "function"}]', "entry 0 has no function with a name"),
+        ("[", "is not JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_bad_file_of_tools_is_one_line(tmp_path, text, message):
+    path = tmp_path / "tools.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_tools(path)
 
 
 def test_control_characters_do_not_reach_the_terminal():
