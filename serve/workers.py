@@ -204,7 +204,7 @@ def join_group(plan: TargetPlan, rank: int, meeting: str) -> None:
 def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Connection) -> None:
     """A worker's life: join, load, follow; it ends with its parent, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(meeting,), daemon=True).start()
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
     try:
@@ -218,13 +218,15 @@ def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Conn
     try:
         follow(target, pipe.recv)
     except EOFError:
-        os._exit(0)  # rank 0 is gone
+        _end_with_parent(meeting)
     except Exception as error:
         with contextlib.suppress(OSError):
             pipe.send(f"{type(error).__name__}: {error}")
         os._exit(LOST)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(meeting: str) -> None:
+    """Wherever this process waits, and also when its parent was killed."""
     multiprocessing.parent_process().join()
+    shutil.rmtree(meeting, ignore_errors=True)
     os._exit(LOST)
