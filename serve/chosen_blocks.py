@@ -33,15 +33,15 @@ class ChosenBlocks:
         """From "full" (None), "sparse" (the target's last sparse layer) or "sparse:LAYER", counted from 0. Raises
         UserError where that is impossible.
         """
-        kind, _, number = text.partition(":")
-        if kind not in ("full", "sparse") or (kind == "full" and text != kind) or (number and not number.isdecimal()):
+        kind, colon, number = text.partition(":")
+        if text not in ("full", "sparse") and not (kind == "sparse" and number.isdecimal()):
             raise UserError(f"draft attention must be full, sparse or sparse:LAYER, got {text!r}")
         if kind == "full":
             return None
         sparse = [place for place, is_sparse in enumerate(target.sparse_layers) if is_sparse]
         if not sparse:
             raise UserError("sparse draft attention: the target has no sparse layer to choose blocks")
-        layer = int(number) if number else sparse[-1]
+        layer = int(number) if colon else sparse[-1]
         if layer not in sparse:
             raise UserError(f"sparse draft attention: layer {layer} of the target chooses no blocks, {sparse} do")
         if draft.num_kv_heads % target.num_index_heads:
@@ -65,6 +65,10 @@ class ChosenBlocks:
         block_N = torch.arange(self.top_k, dtype=torch.int32, device=positions_T.device)
         blocks_TN = torch.where(block_N <= positions_T[:, None] // self.block_size, block_N, -1)
         return blocks_TN[:, None].expand(-1, self.index_heads, -1)
+
+    def nothing(self, device: torch.device) -> Tensor:
+        """One row that chose no block."""
+        return torch.full((1, self.index_heads, self.top_k), -1, dtype=torch.int32, device=device)
 
     def lists(self, choice_TJN: Tensor, positions_T: Tensor) -> Tensor:
         """Blocks that the draft's rows at these positions attend to, int32 [T, K, N + 1], from the choices one position

@@ -44,16 +44,13 @@ class Drafter:
         # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
         self._page_taps = torch.zeros(cache.num_pages, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
-        if chosen is not None:
-            shape = cache.num_pages, chosen.index_heads, chosen.top_k
-            self._page_choices = torch.zeros(shape, dtype=torch.int32, device=weight.device)
-
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
         last_page = sequence.pages[sequence.computed // self.cache.page_size - 1]
         sequence.taps = [self._page_taps[last_page][None]]
         if self.chosen is not None:
-            sequence.choices = [self._page_choices[last_page][None]]
+            # Its keys do not depend on what the row attends to, and as it is never a root nobody reads its state.
+            sequence.choices = [self.chosen.nothing(self._page_taps.device)]
 
     def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None) -> None:
         """Takes what the target left of newly decided positions."""
@@ -91,8 +88,6 @@ class Drafter:
         if edges:
             pages, kept = zip(*edges, strict=True)
             self._page_taps[list(pages)] = aux_TA[list(kept)].to(self._page_taps.dtype)
-            if self.chosen is not None:
-                self._page_choices[list(pages)] = torch.cat(choices)[list(kept)]
         tables = [sequence.pages for sequence, _ in rows]
         batch = Batch.causal(size, self._page_taps.device, [tokens for _, tokens in rows], starts, tables)
         blocks_TKN = None if self.chosen is None else self.chosen.lists(torch.cat(choices), batch.positions)
