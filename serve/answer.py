@@ -107,6 +107,7 @@ class Answer:
         self.started = time.perf_counter()
         self.arrivals: list[tuple[float, int]] = []  # time and tokens of each update
         self.queue_seconds: float | None = None  # None until it has run
+        self.prompt_logprobs: list[TokenLogprob] = []
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """One delta an update. A stop string drops the request from the engine at once."""
@@ -123,6 +124,7 @@ class Answer:
             self.counts.cached = update.cached_tokens
         if update.queue_seconds is not None:
             self.queue_seconds = update.queue_seconds
+        self.prompt_logprobs += update.prompt_logprobs or []
         before = self._detokenizer.tokens_in
         released = self._detokenizer.push(update.token_ids)
         taken = self._detokenizer.tokens_in - before

@@ -2,18 +2,21 @@
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.answer import Answer, Delta
+from serve.answer import Answer, Counts, Delta
 from serve.api_errors import from_exception, from_user_error, parse_body
+from serve.detokenize import Detokenizer
 from serve.openai_types import CompletionRequest
 from serve.prompt import DEFAULT_COMPLETION_TOKENS, completion_prompts, sampling_params
-from serve.responses import DONE, EventStream, completion_logprobs, envelope, event, usage
+from serve.responses import DONE, EventStream, completion_logprobs, envelope, event, token_name, usage
 from serve.service import Service
 from target_model.errors import UserError
+from target_model.tokenizer import Tokenizer
 
 
 async def create_completion(http: HttpRequest, service: Service) -> Response:
@@ -42,7 +45,7 @@ class _Call:
         self.ranked = self.candidates > request.choices
         self.envelope = envelope("text_completion", http.scope["state"]["request_id"], service.model)
         self.prompt_tokens = sum(map(len, prompts))
-        self.echoes = [service.tokenizer.decode(prompt) if request.echo else "" for prompt in prompts]
+        self.echoes = [_Echo(prompt if request.echo else [], service.tokenizer) for prompt in prompts]
 
     def start(self) -> AbstractAsyncContextManager[list[Answer]]:
         request = self.request
@@ -54,8 +57,10 @@ class _Call:
                 request,
                 self.service,
                 prompt_tokens=len(prompt),
-                max_tokens=DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
+                # What chooses the answer's first token also looks at the prompt's, so one is made in any case.
+                max_tokens=DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else max(request.max_tokens, 1),
                 logprobs=logprobs,
+                prompt_logprobs=bool(request.echo) and request.logprobs is not None,
             )
             pairs.append((prompt, params))
         return self.service.answers(
@@ -73,18 +78,15 @@ class _Call:
         begun = set()
         try:
             async for index, delta in self.service.merged(answers):
-                text = _text(delta)
-                if index not in begun:
-                    begun.add(index)
-                    text = self.echoes[index // self.candidates] + text
-                if text or delta.logprobs or delta.finish_reason:
-                    choice = self._choice(index, text, delta)
+                choice = self._choice(index, self._shown(delta), answers[index], begins=index not in begun)
+                begun.add(index)
+                if choice["text"] or delta.logprobs or choice["finish_reason"]:
                     yield event({**self.envelope, "choices": [choice], **empty_usage})
         except Exception as error:
             yield event(from_exception(error).body())
             return
         if with_usage:
-            counts = [answer.counts for answer in answers]
+            counts = self._counts(answers)
             yield event({**self.envelope, "choices": [], "usage": usage(self.prompt_tokens, counts)})
         yield DONE
 
@@ -93,13 +95,10 @@ class _Call:
         async for index, delta in self.service.merged(answers):
             wholes[index].extend(delta)
         chosen = [index for place in range(len(self.prompts)) for index in self._best(place, wholes)]
-        choices = [
-            self._choice(index, self.echoes[index // self.candidates] + _text(wholes[index]), wholes[index])
-            for index in chosen
-        ]
+        choices = [self._choice(index, self._shown(wholes[index]), answers[index], begins=True) for index in chosen]
         for place, choice in enumerate(choices):
             choice["index"] = place
-        counts = [answer.counts for answer in answers]
+        counts = self._counts(answers)
         return {**self.envelope, "choices": choices, "usage": usage(self.prompt_tokens, counts)}
 
     def _best(self, place: int, wholes: list[Delta]) -> list[int]:
@@ -114,11 +113,40 @@ class _Call:
             return list(indices)
         return sorted(indices, key=mean, reverse=True)[: self.request.choices]
 
-    def _choice(self, index: int, text: str, delta: Delta) -> dict[str, Any]:
+    def _shown(self, delta: Delta) -> Delta:
+        """The part of an answer that was asked for: nothing of it with max_tokens 0."""
+        if self.request.max_tokens != 0:
+            return delta
+        return replace(Delta.empty(), finish_reason=delta.finish_reason and "length")
+
+    def _counts(self, answers: list[Answer]) -> list[Counts]:
+        counts = [answer.counts for answer in answers]
+        return counts if self.request.max_tokens != 0 else [replace(count, completion=0) for count in counts]
+
+    def _choice(self, index: int, delta: Delta, answer: Answer, *, begins: bool) -> dict[str, Any]:
+        """A choice with what `delta` adds to it, and before that, where it `begins`, the echo of its prompt."""
+        echo, tokenizer = self.echoes[index // self.candidates], self.service.tokenizer
+        text = (echo.text if begins else "") + _text(delta)
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = completion_logprobs(delta.logprobs, delta.starts, self.service.tokenizer)
+            starts = [len(echo.text) + start for start in delta.starts]
+            logprobs = completion_logprobs(delta.logprobs, starts, tokenizer)
+            if begins and self.request.echo:
+                of_prompt = completion_logprobs(answer.prompt_logprobs, echo.starts[1:], tokenizer)
+                first = {"tokens": echo.first, "token_logprobs": None, "top_logprobs": None, "text_offset": 0}
+                logprobs = {name: [first[name], *of_prompt[name], *logprobs[name]] for name in logprobs}
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+
+class _Echo:
+    """The text of a prompt, and where in it each of its tokens begins."""
+
+    def __init__(self, prompt: list[int], tokenizer: Tokenizer):
+        detokenizer = Detokenizer(tokenizer, show_special=True)
+        parts = [detokenizer.push(prompt), detokenizer.finish()]
+        self.text = "".join(str(segment) for part in parts for segment in part.segments)
+        self.starts = [start for part in parts for start in part.starts]
+        self.first = token_name(prompt[0], tokenizer) if prompt else ""
 
 
 def _text(delta: Delta) -> str:

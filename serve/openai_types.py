@@ -84,6 +84,7 @@ class SamplingFields(Strict):
 
 class CompletionRequest(SamplingFields):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -96,8 +97,8 @@ class CompletionRequest(SamplingFields):
             raise ValueError("best_of: must be at least n")
         if self.best_of is not None and self.best_of > self.choices and self.stream:
             raise ValueError("best_of: the best answers are known only at the end, so not with stream true")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: log-probabilities of the prompt are not available, so not together with logprobs")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 only with echo, there would be no text at all")
         return self
 
 

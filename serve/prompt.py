@@ -183,7 +183,13 @@ def in_call_order(messages: list[Message]) -> list[Message]:
 
 
 def sampling_params(
-    request: SamplingFields, service: Service, *, prompt_tokens: int, max_tokens: int | None, logprobs: int | None
+    request: SamplingFields,
+    service: Service,
+    *,
+    prompt_tokens: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: bool = False,
 ) -> tuple[SamplingParams, tuple[str, ...]]:
     """Parameters for the engine, and the stop strings that are looked for in the text.
 
@@ -211,6 +217,7 @@ def sampling_params(
             stop_token_ids=tuple(stop_ids),
             ignore_eos=request.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
     except UserError as error:
         raise from_user_error(error, set(type(request).model_fields), "prompt") from None

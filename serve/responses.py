@@ -81,14 +81,25 @@ def chat_logprobs(entries: list[TokenLogprob], tokenizer: Tokenizer) -> dict[str
 def completion_logprobs(entries: list[TokenLogprob], starts: list[int], tokenizer: Tokenizer) -> dict[str, Any]:
     """The older, column-wise form. A token's own value is always among its alternatives."""
     return {
-        "tokens": [tokenizer.decode([entry.token_id]) for entry in entries],
+        "tokens": [token_name(entry.token_id, tokenizer) for entry in entries],
         "token_logprobs": [max(entry.logprob, _LEAST_LOGPROB) for entry in entries],
         "top_logprobs": [
             {
-                tokenizer.decode([token]): max(value, _LEAST_LOGPROB)
+                token_name(token, tokenizer): max(value, _LEAST_LOGPROB)
                 for token, value in (*entry.top, (entry.token_id, entry.logprob))
             }
             for entry in entries
         ],
         "text_offset": starts,
     }
+
+
+def token_name(token_id: int, tokenizer: Tokenizer) -> str:
+    """The text of a token, or its bytes, as OpenAI writes them, where it is not whole characters: names tell tokens
+    apart.
+    """
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

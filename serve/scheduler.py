@@ -109,7 +109,10 @@ class Scheduler:
         for entry in list(self.waiting):
             sequence = entry[2]
             # At least one token is left to compute: its logits choose the next one.
-            keys = prefix_keys(sequence, self.salt, self.page_size)[: (sequence.prefill_end - 1) // self.page_size]
+            reusable = (sequence.prefill_end - 1) // self.page_size
+            if sequence.params.prompt_logprobs:
+                reusable = 0  # every prompt token's logits are wanted
+            keys = prefix_keys(sequence, self.salt, self.page_size)[:reusable]
             missing = next((key for key in keys if not self.allocator.holds(key)), None)
             if missing in coming:
                 continue

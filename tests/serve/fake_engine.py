@@ -107,6 +107,7 @@ class FakeEngine:
         step = StepRecord(DRAFTED, min(size - 1, decided), decided) if done else None
         if step is not None:
             self.steps.append(step)
+        prompt = [logprob_of(token, params.logprobs or 0) for token in request.prompt_ids[1:]]
         depths = [0] if step is None else [*range(1, size), 0][: len(tokens)]
         return Update(
             request.id,
@@ -116,6 +117,7 @@ class FakeEngine:
             reason,
             None if stop is None else run[stop],
             step,
+            prompt_logprobs=prompt if params.prompt_logprobs and done == 0 else None,
             verified=None if step is None else self._verified(script, done, size),
         )
 

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: the same with speculation and without, valid by their schema, ended where it allows."""
+"""Answers that follow a grammar: the same with speculation and without, valid by their schema, ended by it."""
 
 import json
 import random
@@ -245,7 +245,7 @@ def requests():
     calls = compiler.compile(None, [tool(WEATHER)], "disabled", several=False)
     greedy = SamplingParams(temperature=0, max_tokens=120)
     sampled = SamplingParams(seed=5, top_k=40, top_p=0.95, max_tokens=120)
-    thinking = SamplingParams(seed=6, max_tokens=120, logit_bias={CLOSE: 16.0}, repetition_penalty=1.1)
+    thinking = SamplingParams(seed=6, max_tokens=120, logit_bias={CLOSE: 14.0}, repetition_penalty=1.1)
     ask = render("Describe a person as JSON.")
     return [
         Request("greedy", ask, greedy, grammar=person),

@@ -27,6 +27,16 @@ def raw(path, text):
     return path, text
 
 
+def tool(properties):
+    """A strict tool."""
+    function = {"name": "g", "strict": True, "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
+
+
+def schema(content):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": content}}
+
+
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED = [
     (chat(max_tokens=-1), 400, "max_tokens"),
@@ -101,12 +111,28 @@ REFUSED = [
         400,
         "messages[1].tool_call_id",
     ),
-    (chat(tools=[{**TOOL, "function": {"name": "f", "strict": True}}]), 400, "tools[0].function.strict"),
+    (chat(tools=[TOOL, tool({"v": {"type": "string", "format": "x"}})]), 400, "tools[1].function.parameters"),
+    (chat(tools=[tool({"v": {"type": "integer", "not": {}}})]), 400, "tools[0].function.parameters"),
+    (chat(tools=[tool({"v": {"type": "integer", "minimum": 2, "maximum": 1}})]), 400, "tools[0].function.parameters"),
+    (chat(tools=[tool({"v": {"$ref": "#/$defs/x"}})]), 400, "tools[0].function.parameters"),
+    (chat(tools=[tool({"v": {"type": "text"}})]), 400, "tools[0].function.parameters"),
+    (chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), 400, "tools[0].type"),
+    (chat(tools=[TOOL, TOOL]), 400, "tools"),
     (chat(tools=[{"type": "function", "function": {"name": "has space"}}]), 400, "tools[0].function.name"),
-    (chat(tools=[TOOL], tool_choice="required"), 400, "tool_choice"),
-    (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}), 400, "tool_choice"),
-    (chat(tools=[TOOL], parallel_tool_calls=False), 400, "parallel_tool_calls"),
-    (chat(response_format={"type": "json_object"}), 400, "response_format.type"),
+    (chat(tool_choice="required"), 400, "tool_choice"),
+    (chat(tools=[TOOL], tool_choice="any"), 400, "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}), 400, "tool_choice"),
+    (chat(tools=[TOOL], tool_choice={"type": "function"}), 400, "tool_choice.function"),
+    (chat(tools=[TOOL], tool_choice={"type": "custom", "custom": {"name": "f"}}), 400, "tool_choice.type"),
+    (chat(tools=[TOOL], tool_choice="required", ignore_eos=True), 400, "ignore_eos"),
+    (chat(response_format={"type": "json_object"}, min_tokens=2), 400, "min_tokens"),
+    (chat(response_format={"type": "xml"}), 400, "response_format.type"),
+    (chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
+    (chat(response_format=schema({"type": "text"})), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema({"not": {}})), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema({"enum": []})), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema({"type": "string", "pattern": "("})), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema([])), 400, "response_format.json_schema.schema"),
     (chat(reasoning_effort="high"), 400, "reasoning_effort"),
     (chat(thinking_mode="on"), 400, "thinking_mode"),
     (chat(thinking_mode="enabled", reasoning_effort="none"), 400, "thinking_mode"),
@@ -120,7 +146,7 @@ REFUSED = [
     (completion(prompt=[[1], "x"]), 400, "prompt[0]"),
     (completion(prompt=["x"] * 200), 400, "prompt"),
     (completion(suffix="x"), 400, "suffix"),
-    (completion(echo=True, logprobs=1), 400, "echo"),
+    (completion(max_tokens=0), 400, "max_tokens"),
     (completion(best_of=1, n=2), 400, "best_of"),
     (completion(best_of=2, stream=True), 400, "best_of"),
     (raw(CHAT, '{"messages": [{"role": "user", "content": "\\ud800"}]}'), 400, "body"),
