@@ -67,6 +67,7 @@ def load_engine(
     synthetic_acceptance: float | None = None,
     kv_dtype: torch.dtype | None = None,
     index_dtype: torch.dtype | None = None,
+    draft_attention: str = "full",
     dummy: DummyWeights | None = None,
     language_only: bool = True,
     tensor_parallel: int = 1,
@@ -90,6 +91,10 @@ def load_engine(
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    if draft is None and (draft_dtype is not None or draft_attention != "full"):
+        raise UserError("a type or an attention of the draft is given, but there is no draft")
+    if draft_attention != "full" and tensor_parallel > 1:
+        raise UserError("sparse draft attention needs a target in one process, whose layers choose for all heads")
     resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = _choose_draft(draft, resolved, dummy)
@@ -113,6 +118,7 @@ def load_engine(
         synthetic_acceptance=synthetic_acceptance,
         kv_dtype=kv_dtype,
         index_dtype=index_dtype,
+        draft_attention=draft_attention,
     )
     lines = (
         f"target {resolved.name}: {resolved.path if dummy is None else dummy}",
@@ -139,6 +145,9 @@ def _speculation(engine: Engine) -> str:
         return f"SYNTHETIC acceptance length {length:g}, {engine.tree}: for benchmarks only, the text is meaningless"
     shape = "adaptive, by measured costs" if engine.budget is not None else str(engine.tree)
     line = f"speculation: {shape}" + (", rejection sampling" if engine.runner.rejection else "")
+    chosen = engine.runner.drafter.chosen
+    if chosen is not None:
+        line += f"; the draft attends to the blocks that layer {chosen.layer} chose"
     named = engine.runner.drafter.draft.config.max_position
     if named < engine.context:
         line += f"; the draft's config names {named} positions, it goes on drafting behind them, up to {engine.context}"

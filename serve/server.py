@@ -56,6 +56,8 @@ class ServeOptions:
     synthetic_acceptance: float | None = None
     kv_dtype: torch.dtype | None = None
     index_dtype: torch.dtype | None = None
+    draft_dtype: torch.dtype | None = None
+    draft_attention: str = "full"
     dummy: DummyWeights | None = None
     max_open: int = 1024
     language_only: bool = False
@@ -82,6 +84,8 @@ def run(options: ServeOptions) -> None:
             synthetic_acceptance=options.synthetic_acceptance,
             kv_dtype=options.kv_dtype,
             index_dtype=options.index_dtype,
+            draft_dtype=options.draft_dtype,
+            draft_attention=options.draft_attention,
             dummy=options.dummy,
             language_only=options.language_only,
             tensor_parallel=options.tensor_parallel,

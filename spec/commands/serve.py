@@ -21,6 +21,13 @@ MODEL_NAME = typer.Option(help="Name that clients use. Default: the target's.")
 DTYPE = typer.Option(help=f"{', '.join(TYPES)}. Default: float32 on the CPU, bfloat16 on CUDA.")
 KV_DTYPE = typer.Option(help="K and V in the cache: auto (as --dtype) or fp8 (e4m3).")
 INDEX_DTYPE = typer.Option(help="Index K of the sparse layers in the cache: auto or fp8 (e4m3).")
+DRAFT_DTYPE = typer.Option(
+    help="The draft's type; no answer depends on it. Default: bfloat16 where the processor computes in it, else the "
+    "target's."
+)
+DRAFT_ATTENTION = typer.Option(
+    help="full; sparse, to the blocks the target's last sparse layer chose; or sparse:LAYER, another's."
+)
 DUMMY = typer.Option(
     help="Random weights instead of a checkpoint, in this format: bf16, mxfp8, mxfp4 or nvfp4.", metavar="FORMAT"
 )
@@ -55,6 +62,8 @@ def serve(
     dtype: Annotated[str | None, DTYPE] = None,
     kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
     index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
+    draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None,
+    draft_attention: Annotated[str, DRAFT_ATTENTION] = "full",
     dummy_weights: Annotated[str | None, DUMMY] = None,
     layers: Annotated[int | None, LAYERS] = None,
     context: Annotated[int | None, CONTEXT] = None,
@@ -80,8 +89,9 @@ def serve(
     if tree is not None and tree_file is not None:
         raise UserError("--tree and --tree-file exclude each other")
     shape = None if tree in (None, "adaptive") else TreeConfig.parse(tree)
-    if dtype is not None and dtype not in TYPES:
-        raise UserError(f"unknown dtype {dtype!r}: expected one of {', '.join(TYPES)}")
+    for name in (dtype, draft_dtype):
+        if name is not None and name not in TYPES:
+            raise UserError(f"unknown dtype {name!r}: expected one of {', '.join(TYPES)}")
     options = ServeOptions(
         target=target,
         draft=draft_name(draft),
@@ -94,6 +104,8 @@ def serve(
         model_name=model_name,
         device=choose_device(device),
         dtype=None if dtype is None else getattr(torch, dtype),
+        draft_dtype=None if draft_dtype is None else getattr(torch, draft_dtype),
+        draft_attention=draft_attention,
         kv_dtype=cache_dtype(kv_cache_dtype),
         index_dtype=cache_dtype(index_cache_dtype),
         dummy=dummy_weights_option(dummy_weights, layers),
