@@ -92,9 +92,13 @@ class Tokenizer:
         tool calls and the end-of-turn token. The ids before them equal `render_chat` of the messages so far in the
         same mode. "auto" takes the mode each turn was written in: enabled where it has reasoning, else disabled. A
         conversation in which the server's prompt is not what precedes an answer is refused with a UserError that says
-        so, as is one without an assistant turn.
+        so, as is one without an assistant turn, and one with images: training has no features to put in their place.
         """
         guarded, tools = self._guarded(messages, tools)
+        for index, message in enumerate(guarded):
+            content = message["content"]
+            if isinstance(content, list) and any(part["type"] == "image" for part in content):
+                raise UserError(f"messages[{index}]: shows an image, and training has no features of images")
         turns = [index for index, message in enumerate(guarded) if message["role"] == "assistant"]
         if not turns:
             raise UserError("messages: no assistant turn to learn from")

@@ -265,5 +265,9 @@ def test_other_refusals():
         TOKENIZER.render_chat([user()], thinking_mode="on")
     with pytest.raises(UserError, match="no assistant turn"):
         TOKENIZER.render_training([user()])
+    shown = user([{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x"}}])
+    assert "]<]image[>[" in text_of([user(), assistant(), shown])
+    with pytest.raises(UserError, match=r"messages\[2\]: shows an image, and training has no features of images"):
+        TOKENIZER.render_training([user(), assistant(), shown, assistant("A cat.")])
     with pytest.raises(UserError, match=r"tools\[0\]\.function\.name"):
         TOKENIZER.render_chat([user()], tools=[{"type": "function"}])
