@@ -109,14 +109,16 @@ def run(settings: Settings, output: Path) -> TreeConfig:
 
 def candidates(recordings: list[Recording]) -> list[TreeConfig]:
     """Chains, dynamic trees, and for every size and depth the static tree that fits a recording best."""
-    depth = recordings[0].depth
+    depth, widest = recordings[0].depth, recordings[0].width
     shapes = [TreeConfig.chain(length) for length in range(1, depth + 1)]
     for levels in range(1, depth + 1):
         for nodes in NODES:
             shapes += [
                 TreeConfig(levels, width, nodes)
                 for width in WIDTHS
-                if levels < nodes <= 1 + width + (levels - 1) * width**2 and width * (levels - 1) <= 64
+                if width <= widest
+                and levels < nodes <= 1 + width + (levels - 1) * width**2
+                and width * (levels - 1) <= 64
             ]
             static = [best_static_tree(recording, nodes, levels) for recording in recordings]
             shapes += [shape for shape in static if shape.width > 1]  # the others are chains
