@@ -4,14 +4,17 @@ The only file that imports deepspeed. No extension is built: AdamW is torch's, a
 switched off.
 """
 
+import argparse
+import contextlib
 import copy
 import gc
+import io
 import logging
 import os
+import shutil
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ if not torch.cuda.is_available():
 
 import deepspeed
 from deepspeed.accelerator import set_accelerator
+from deepspeed.checkpoint import ds_to_universal
 from torch import Tensor, nn
 
 from draft_model.model import Eagle3Draft
@@ -73,7 +77,7 @@ def resolve_device(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     return torch.device(kind), getattr(torch, dtype)
 
 
-@contextmanager
+@contextlib.contextmanager
 def processes(device: torch.device) -> Iterator[tuple[int, int]]:
     """(rank, world size) of this process among those that a launcher started; without a launcher a world of one.
 
@@ -201,10 +205,22 @@ class DraftEngine:
         return final
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Continues from a saved step; returns the state it was saved with."""
-        path, state = self.engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        """Continues from a saved step; returns the state it was saved with. Other ranks may have saved it: then their
+        parts are put together first, as DeepSpeed's universal checkpoint, and dealt out anew.
+        """
+        parts = len(list(checkpoint.glob("*_optim_states.pt")))
+        whole = self.engine.zero_optimization_stage() > 0 and parts != torch.distributed.get_world_size()
+        source = _universal(checkpoint) if whole else checkpoint
+        # Settable only here: whether it is needed depends on what is found on disk.
+        self.engine._config.load_universal_checkpoint = whole
+        path, state = self.engine.load_checkpoint(str(source.parent), tag=source.name)
         if path is None:
             raise UserError(f"checkpoint {checkpoint} cannot be read")
+        if whole:
+            torch.distributed.barrier()
+            if torch.distributed.get_rank() == 0:
+                shutil.rmtree(source)
+                source.with_name("latest_universal").unlink()
         if self.teacher.kept_ids is not None:
             # The draft's vocabulary is now the checkpoint's, whatever the fresh draft chose: its teacher follows.
             places = torch.arange(len(self.teacher.kept_ids), device=self.teacher.kept_ids.device)
@@ -213,6 +229,25 @@ class DraftEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _universal(checkpoint: Path) -> Path:
+    """A checkpoint's parts put together, in a directory beside it that is for this moment only."""
+    merged = checkpoint.with_name(f"{checkpoint.name}.universal{_PARTIAL}")
+    if torch.distributed.get_rank() == 0:
+        settings = argparse.Namespace(
+            input_folder=str(checkpoint),
+            output_folder=str(merged),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            ds_to_universal.main(settings)
+    torch.distributed.barrier()
+    return merged
 
 
 def checkpoints(directory: Path) -> list[Path]:

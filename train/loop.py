@@ -30,7 +30,7 @@ from train.plan import state_bytes
 from train.progress import ProgressDisplay
 from train.regression import start_from_regression
 from train.run import RunFolder
-from train.schedule import DataOrder, learning_rate, total_steps
+from train.schedule import DataOrder, learning_rate, share_batch, total_steps
 from train.store import FeatureStore, identity
 from train.window import LogWindow, reduce_sums
 
@@ -111,7 +111,11 @@ class _Run:
         world: int,
         dtype: torch.dtype,
     ):
-        self.config, self.rank, self.world = config, rank, world
+        self.rank, self.world = rank, world
+        self.folder = RunFolder(config, _target_identity(config.target))
+        began_with = _from_rank_zero(self.folder.began_with(world) if rank == 0 else None)
+        config = config.model_copy(update={"engine": share_batch(config.engine, began_with, world)})
+        self.config = config
         self.device, self.dtype = target.device, dtype
         self.per_rank = config.engine.micro_batch * config.engine.accumulate
         self.total = total_steps(config.schedule, len(rows), rows.tokens, self.per_rank * world)
@@ -128,7 +132,6 @@ class _Run:
         kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
         teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
         self.row_tokens = (rows.documents > 0).sum(-1)
-        self.folder = RunFolder(config, _target_identity(config.target))
         _check_disk(config, draft)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
         self.checkpoint = _from_rank_zero(self.checkpoint)

@@ -24,7 +24,16 @@ class RunFolder:
         self._target = target
         self.path = config.run_directory
         self.state, self.draft = self.path / "state", self.path / "draft"
-        self._config = config
+        self._config, self._processes = config, 1
+
+    def began_with(self, world: int) -> int:
+        """How many processes the run began with; `world`, those of now, if it begins."""
+        record = self.path / "run.json"
+        if not self._config.resume or not record.exists():
+            self._processes = world
+        else:
+            self._processes = read_json(record).get("processes", world)
+        return self._processes
 
     def prepare(self, total_steps: int) -> Path | None:
         """Makes the folder, or finds the checkpoint to continue from. A run with other settings is refused."""
@@ -64,6 +73,7 @@ class RunFolder:
             "step": step,
             "total_steps": total_steps,
             "complete": step >= total_steps,
+            "processes": self._processes,
             "best": best,
             "draft": "draft",
             "config": self._config.model_dump(),

@@ -4,7 +4,23 @@ import math
 
 import numpy as np
 
-from train.config import ScheduleConfig
+from target_model.errors import UserError
+from train.config import EngineConfig, ScheduleConfig
+
+
+def share_batch(engine: EngineConfig, began_with: int, world: int) -> EngineConfig:
+    """Settings for `world` processes of a run that began with another number: every optimizer step has the same rows.
+
+    The micro batch stays if it can, or shrinks; accumulation follows. UserError if the rows cannot be shared evenly.
+    """
+    rows = engine.micro_batch * engine.accumulate * began_with
+    if rows % world:
+        raise UserError(
+            f"this run began with {began_with} processes and has {rows} rows in a step, which {world} cannot share"
+        )
+    mine = rows // world
+    micro = max(size for size in range(1, engine.micro_batch + 1) if mine % size == 0)
+    return engine.model_copy(update={"micro_batch": micro, "accumulate": mine // micro})
 
 
 def learning_rate(step: int, total: int, peak: float, schedule: ScheduleConfig) -> float:

@@ -14,9 +14,9 @@ from draft_model.resolve import list_runs
 from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from train import engine as engine_module
-from train.config import parse_config
+from train.config import EngineConfig, parse_config
 from train.loop import train
-from train.schedule import DataOrder, learning_rate
+from train.schedule import DataOrder, learning_rate, share_batch
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
@@ -244,3 +244,13 @@ def test_order_and_schedule_depend_on_the_step_alone():
     rates = [learning_rate(step, 10, 1.0, schedule.schedule) for step in range(11)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates[10] == pytest.approx(0.1)
     assert all(a > b for a, b in zip(rates[2:], rates[3:], strict=False))
+
+
+def test_the_rows_of_a_step_stay_when_the_processes_change():
+    engine = EngineConfig(micro_batch=4, accumulate=3)
+    shapes = {world: share_batch(engine, 2, world) for world in (1, 2, 3, 4, 8, 12, 24)}
+    assert {world: (shape.micro_batch, shape.accumulate) for world, shape in shapes.items()} == {
+        1: (4, 6), 2: (4, 3), 3: (4, 2), 4: (3, 2), 8: (3, 1), 12: (2, 1), 24: (1, 1),
+    }  # fmt: skip
+    with pytest.raises(UserError, match="began with 2 processes and has 24 rows in a step, which 5 cannot share"):
+        share_batch(engine, 2, 5)

@@ -15,15 +15,16 @@ SCRIPT = """
 import json, sys
 from train.config import parse_config
 from train.loop import train
-train(parse_config(json.loads(sys.argv[1])), judge=lambda draft: {"al": 1.0}, progress=False)
+config, stop = parse_config(json.loads(sys.argv[1])), int(sys.argv[2])
+train(config, judge=lambda draft: {"al": 1.0}, progress=False, stop_after=stop)
 """
 
 
-def run(tmp_path: Path, processes: int, **engine) -> Path:
+def run(tmp_path: Path, processes: int, name: str = "", stop: int = 4, **engine) -> Path:
     data = tmp_path / "rows.jsonl"
     texts = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "x = [1]\ny = sum(x)\n"]
     data.write_text("".join(json.dumps({"text": text * (2 + i)}) + "\n" for i, text in enumerate(texts * 2)))
-    name = f"p{processes}-z{engine.get('zero_stage', 0)}"
+    name = name or f"p{processes}-z{engine.get('zero_stage', 0)}"
     config = {
         "name": name,
         "output": str(tmp_path / "runs"),
@@ -39,7 +40,11 @@ def run(tmp_path: Path, processes: int, **engine) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script), json.dumps(config)], env=environment, capture_output=True, text=True, timeout=300
+        [*command, str(script), json.dumps(config), str(stop)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return tmp_path / "runs" / name
@@ -66,3 +71,18 @@ def test_two_processes_equal_one(tmp_path, stage):
         # Each rank's file holds half of the optimizer state: fp32 masters (and moments) of 1.57 M trained parameters.
         files = sorted((shared / "state" / "step-00000004").glob("*optim_states.pt"))
         assert len(files) == 2 and all(path.stat().st_size < 0.75 * 12 * 1.6e6 for path in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "before", "after"), [(2, 2, 1), (3, 1, 2)])
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, stage, before, after):
+    """Same rows in a step, weights, moments and schedule: the losses and the draft are those of one run."""
+    straight = run(tmp_path, 1, "straight", zero_stage=1)
+    moved = run(tmp_path, before, "moved", stop=2, zero_stage=stage, micro_batch=4 // before)
+    assert run(tmp_path, after, "moved", zero_stage=stage, micro_batch=4 // before) == moved
+    assert logged(moved, "loss") == pytest.approx(logged(straight, "loss"), rel=1e-5)
+    ours, theirs = load_draft(moved / "draft"), load_draft(straight / "draft")
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value, theirs.state_dict()[name], atol=1e-5, rtol=1e-4)
+    left = [path.name for path in (moved / "state").iterdir() if "universal" in path.name]
+    assert not left and json.loads((moved / "run.json").read_text())["processes"] == before
