@@ -194,3 +194,25 @@ def serve(
     )
     if not serving.run(settings, api_key, json):
         raise typer.Exit(1)
+
+
+@bench.command()
+def soak(
+    url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to ask. Default: the first that the server lists.")] = None,
+    suite: Annotated[str, typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file.")] = "mt_bench",
+    streams: Annotated[int, typer.Option(min=1, max=4096, help="Streams at a time.")] = 200,
+    seconds: Annotated[float, typer.Option(min=1, help="How long new ones are begun.")] = 180.0,
+    abort: Annotated[float, typer.Option(min=0, max=1, help="Share of the streams that hang up early.")] = 0.5,
+    different: Annotated[int, typer.Option(min=1, help="Different requests; each is also asked alone.")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens for each request, at most.")] = 48,
+    seed: Seed = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a stream counts as stuck.")] = 120.0,
+    api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="SPEC_API_KEY")] = None,
+) -> None:
+    """Many streams at once, half of which hang up: nothing leaks or hangs, every answer is the one given alone."""
+    from spec.bench import soak as benchmark
+
+    settings = benchmark.Settings(url, model, suite, streams, seconds, abort, different, tokens, seed, timeout)
+    if not benchmark.run(settings, api_key):
+        raise typer.Exit(1)
