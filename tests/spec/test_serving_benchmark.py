@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -98,6 +100,50 @@ def test_health_while_a_long_prompt_is_tokenised(monkeypatch, capsys):
     assert code == 0 and line["health"]["megabytes"] == 1
     assert line["health"]["answers"] >= 1 and line["health"]["answer_ms"]["p99"] > 0
     assert any("/health meanwhile" in text for text in lines)
+
+
+class Bare(BaseHTTPRequestHandler):
+    """A server that has the two endpoints, streams without usage, and knows nothing of drafts, metrics or health."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def _send(self, status, content, kind):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_GET(self):
+        if self.path == "/v1/models":
+            self._send(200, b'{"data": [{"id": "bare"}]}', "application/json")
+        else:
+            self._send(404, b"not found", "text/plain")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        events = [json.dumps({"choices": [{"index": 0, "delta": {"content": word}}]}) for word in ("a", "b", "c")]
+        content = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+        self._send(200, content.encode(), "text/event-stream")
+
+
+def test_a_server_without_any_extras(monkeypatch, capsys):
+    """Tokens are counted by chunks, and what it does not say is n/a, not zero."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Bare) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        code, line, lines, _ = call(monkeypatch, capsys, url, "--requests", "5", "--warm-up", "1")
+        health = call(monkeypatch, capsys, url, "--requests", "1", "--health-mb", "1")
+        server.shutdown()
+    assert code == 0 and (line["requests"], line["failed"], line["model"]) == (5, 0, "bare")
+    assert (line["output_tokens"], line["tokens_counted_by"]) == (15, "chunks")
+    unknown = ("accepted_tokens", "drafted_tokens", "acceptance_rate", "acceptance_length", "verify_steps", "health")
+    assert [line[name] for name in unknown] == [None] * len(unknown)
+    assert line["ttft_ms"]["mean"] > 0 and "accepted/drafted: n/a" in lines and "AL: n/a" in lines
+    assert health[0] == 2 and health[3].count("\n") == 1
 
 
 def test_times_of_a_record():
