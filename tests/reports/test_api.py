@@ -14,10 +14,8 @@ import math
 
 import pytest
 
-from serve.engine import Engine
-from serve.load import load_engine
 from serve.tree import TreeConfig
-from tests.serve.comparison import CHAT, COMPLETIONS, Pair, Way, ask_all, joined, whole
+from tests.serve.comparison import CHAT, COMPLETIONS, Way, bundled_pair, joined, whole
 from tests.serve.fake_engine import saying, service, tokenizer
 from tests.serve.http_client import ask, chunks, client
 
@@ -56,37 +54,10 @@ WAYS = [
 ]
 
 
-class RecordingEngine(Engine):
-    """Remembers what it answered to each prompt and choice."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.names, self.answers = {}, {}
-
-    def add(self, request):
-        super().add(request)
-        self.names[request.id] = key = (tuple(request.prompt_ids), request.choice_index)
-        self.answers[key] = []
-
-    def step(self):
-        updates = super().step()
-        for update in updates:
-            self.answers[self.names[update.id]] += update.token_ids
-        return updates
-
-
 @pytest.fixture(scope="module")
 def bundled():
     """The bundled target with a draft that follows its plain answers, and these answers."""
-    engine, _, description = load_engine(draft=None, device="cpu", pages=256)
-    plain = RecordingEngine(engine.runner.target, pages=256)
-
-    def script(sequence):
-        key = (tuple(sequence.request.prompt_ids), sequence.request.choice_index)
-        return plain.answers[key][sequence.output_length :]
-
-    pair = Pair(engine.runner.target, script, description.defaults)
-    return pair, [whole(response)[0] for response in ask_all(pair.around(plain), REQUESTS, crowded=False)]
+    return bundled_pair(REQUESTS, pages=256)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from serve.engine import Engine
-from serve.load import Description, SamplingDefaults
+from serve.load import Description, SamplingDefaults, load_engine
 from serve.request import Sequence
 from serve.server import make_service
 from serve.service import Service
@@ -96,6 +96,38 @@ class Pair:
         return made, [counts for _, counts in seen]
 
 
+class RecordingEngine(Engine):
+    """Remembers what it answered to each prompt and choice."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.names, self.answers = {}, {}
+
+    def add(self, request):
+        super().add(request)
+        self.names[request.id] = key = (tuple(request.prompt_ids), request.choice_index)
+        self.answers[key] = []
+
+    def step(self):
+        updates = super().step()
+        for update in updates:
+            self.answers[self.names[update.id]] += update.token_ids
+        return updates
+
+
+def bundled_pair(requests: list[Request], **settings: Any) -> tuple[Pair, list[dict[str, Any]]]:
+    """The bundled target with a draft that follows its plain answers to `requests`, and these answers."""
+    engine, _, description = load_engine(draft=None, device="cpu", pages=32)
+    plain = RecordingEngine(engine.runner.target, **settings)
+
+    def script(sequence: Sequence) -> list[int]:
+        key = (tuple(sequence.request.prompt_ids), sequence.request.choice_index)
+        return plain.answers[key][sequence.output_length :]
+
+    pair = Pair(engine.runner.target, script, description.defaults)
+    return pair, [whole(response)[0] for response in ask_all(pair.around(plain), requests, crowded=False)]
+
+
 def ask_all(made: Service, requests: list[Request], *, crowded: bool, stream: bool = False) -> list[httpx.Response]:
     """The answers to all requests, in order, of a service that lives just for them."""
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -129,14 +161,29 @@ def joined(response: httpx.Response) -> tuple[dict[str, Any], dict[str, int]]:
         else:
             message = one.setdefault("message", {"content": "", "refusal": None})
             for name, value in choice["delta"].items():
-                message[name] = value if name == "role" else message.get(name, "") + value
+                if name == "tool_calls":
+                    _join_calls(message.setdefault(name, []), value)
+                else:
+                    message[name] = value if name == "role" else message.get(name, "") + value
         for name, values in (choice["logprobs"] or {}).items():
             one["logprobs"] = one["logprobs"] or {}
             one["logprobs"][name] = (one["logprobs"].get(name) or []) + values if values is not None else None
     return _split([found[index] for index in sorted(found)], events[-1]["usage"])
 
 
+def _join_calls(calls: list[dict[str, Any]], parts: list[dict[str, Any]]) -> None:
+    for part in parts:
+        if part["index"] == len(calls):
+            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+
+
 def _split(choices: list[dict[str, Any]], usage: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    for message in (choice["message"] for choice in choices if "message" in choice):
+        message["content"] = message["content"] or None
+        for call in message.get("tool_calls", []):
+            assert call.pop("id").startswith("call_")
     # What was cached depends on who came before.
     counts = usage.pop("completion_tokens_details") | usage.pop("prompt_tokens_details")
     for choice in choices:
