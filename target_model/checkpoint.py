@@ -133,7 +133,12 @@ def read_weight(
         return read(weight.values, region)
     tensor_scale = None if weight.tensor_scale is None else read(weight.tensor_scale, None).reshape(())
     values = read(weight.values, _per_column(region, form.per_byte))
-    return Packed(form, values, read(weight.scale, _per_column(region, form.group)), tensor_scale)
+    if form.group:
+        scale = read(weight.scale, _per_column(region, form.group))
+    else:
+        scale = read(weight.scale, None).float().reshape(-1, 1).expand(weight.spec.shape[0], 1)
+        scale = scale if region is None else scale[slice(*region[0])]
+    return Packed(form, values, scale, tensor_scale)
 
 
 def _per_column(region: Region | None, numbers: int) -> Region | None:

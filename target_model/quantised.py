@@ -16,10 +16,10 @@ TILE_ROWS = 4096
 
 
 class QuantisedWeight(nn.Module):
-    """A weight [N, K] or [E, N, K] in one of the microscaled formats, in the layout it is published in.
+    """A weight [N, K] or [E, N, K] in one of the formats, in the layout it is published in.
 
     values        e4m3 [.., N, K] or uint8 [.., N, K / 2]
-    scale         uint8 (E8M0) or e4m3 [.., N, K / group]
+    scale         uint8 (E8M0) or e4m3 [.., N, K / group], or fp32 [.., N, 1]
     tensor_scale  fp32 [.., N] for formats that have one (each stored tensor's number, repeated over its rows: a
                   parameter packs several tensors), else None
     """

@@ -1,8 +1,8 @@
 """`quantization_config` of a config.json: which method wrote the checkpoint, and which modules it left alone.
 
 How a weight is stored is read from its own tensors (`stored_weights.py`); this section has to agree with them.
-Published styles: MiniMax's `mxfp8` (`ignored_layers`), AMD's `quark` (MXFP4, `exclude`), NVIDIA's `modelopt` (NVFP4,
-MXFP8 or mixed by module) and `compressed-tensors`.
+Published styles: MiniMax's `mxfp8` (`ignored_layers`), AMD's `quark` (`exclude`; MXFP4, attention in FP8 or bf16),
+NVIDIA's `modelopt` (NVFP4, MXFP8 or mixed by module) and `compressed-tensors`.
 """
 
 import fnmatch
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from target_model.errors import UserError
-from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format
+from target_model.quantised_formats import FP8, MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format
 
 _EXCLUSIONS = ("ignored_layers", "exclude", "ignore", "exclude_modules", "modules_to_not_convert")
 _ALGORITHMS = {"MXFP8": (MXFP8,), "MXFP4": (MXFP4,), "NVFP4": (NVFP4, NVFP4_PACKED)}
@@ -21,10 +21,10 @@ _METHODS = {
     "mxfp8": (MXFP8,),
     "fp8": (MXFP8,),
     "mxfp4": (MXFP4,),
-    "quark": (MXFP4, MXFP8, NVFP4),
+    "quark": (MXFP4, MXFP8, NVFP4, FP8),
     "modelopt": (MXFP8, MXFP4, NVFP4, NVFP4_PACKED),
     "modelopt_mixed": (MXFP8, MXFP4, NVFP4, NVFP4_PACKED),
-    "compressed-tensors": (MXFP8, MXFP4, NVFP4, NVFP4_PACKED),
+    "compressed-tensors": (MXFP8, MXFP4, NVFP4, NVFP4_PACKED, FP8),
 }
 
 

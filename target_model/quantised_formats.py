@@ -1,8 +1,8 @@
-"""The microscaled number formats of published checkpoints: their layouts, from numbers to bytes and back.
+"""The number formats of published checkpoints: their layouts, from numbers to bytes and back.
 
-A weight [N, K] is stored as small numbers with one scale for each group of columns of a row. Sources: the OCP
-Microscaling specification 1.0 (MXFP8, MXFP4) and NVIDIA's description of NVFP4. Shapes: N rows (outputs), K columns
-(inputs); any number of dimensions may stand before them.
+A weight [N, K] is stored as small numbers with one scale for each group of columns of a row, or for each row. Sources:
+the OCP Microscaling specification 1.0 (MXFP8, MXFP4) and NVIDIA's description of NVFP4. Shapes: N rows (outputs), K
+columns (inputs); any number of dimensions may stand before them.
 """
 
 import functools
@@ -24,7 +24,8 @@ class Format:
     """Layout of one weight.
 
     values_dtype  e4m3 [N, K], or uint8 [N, K / 2]: two e2m1 numbers a byte, the even column in the low nibble
-    scale_dtype   uint8 (E8M0: 2 ** (byte - 127)) or e4m3, [N, K / group]
+    scale_dtype   uint8 (E8M0: 2 ** (byte - 127)) or e4m3, [N, K / group]; fp32 [N, 1] where the group is a whole row
+    group         columns that share a scale; 0: the whole row
     tensor_scale  "" without one; else a weight has one more fp32 scale, by which the group scales are to be
                   multiplied ("multiply") or divided ("divide")
     """
@@ -51,18 +52,20 @@ class Format:
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of its group scales."""
-        return (*shape[:-1], shape[-1] // self.group)
+        return (*shape[:-1], shape[-1] // self.group if self.group else 1)
 
     def bytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of such a weight as published, its two fp32 numbers (weight and input scale) included."""
-        elements = math.prod(shape)
-        return elements // self.per_byte + elements // self.group + (8 if self.tensor_scale else 0)
+        scales = math.prod(self.scale_shape(shape)) * self.scale_dtype.itemsize
+        return math.prod(shape) // self.per_byte + scales + (8 if self.tensor_scale else 0)
 
 
 MXFP8 = Format("mxfp8", torch.float8_e4m3fn, torch.uint8, 32)
 MXFP4 = Format("mxfp4", torch.uint8, torch.uint8, 32)
 NVFP4 = Format("nvfp4", torch.uint8, torch.float8_e4m3fn, 16, "multiply")
 NVFP4_PACKED = Format("nvfp4-packed", torch.uint8, torch.float8_e4m3fn, 16, "divide")
+# Read only: some writers keep attention in it beside MXFP4 experts.
+FP8 = Format("fp8", torch.float8_e4m3fn, torch.float32, 0)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def dequantise(
 
     `tensor_scale` is one number, or one for each row: [.., N]. A scale byte of 255 is NaN, as the specification says.
     """
+    if not form.group:
+        return (unpack(values) * scale).to(dtype)
     if form.scale_dtype == torch.uint8:
         factors = scale.view(torch.float8_e8m0fnu).float()
     else:

@@ -68,7 +68,7 @@ def plan_reads(config: M3Config, shard: Shard, present: dict[str, StoredWeight])
 
 def check_groups(name: str, form: Format, region: Region | None, size: int) -> None:
     """Raises UserError unless the region's columns begin and end with a group of the format."""
-    if region is not None and any(column % form.group for column in region[-1]):
+    if region is not None and form.group and any(column % form.group for column in region[-1]):
         first, end = region[-1]
         raise UserError(
             f"the target cannot be split over {size} processes: the {end - first} columns that each would hold of "

@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint make up one weight, and in which format.
 
-Names differ by writer: `X.weight` with `X.weight_scale_inv` (MXFP8), with `X.weight_scale` (MXFP4), with
+Names differ by writer: `X.weight` with `X.weight_scale_inv` (MXFP8), with `X.weight_scale` (MXFP4, FP8), with
 `X.weight_scale` and `X.weight_scale_2` (NVFP4), or `X.weight_packed`, `X.weight_scale`, `X.weight_global_scale`.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.quantised_config import Quantisation
-from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format
+from target_model.quantised_formats import FP8, MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format
 from target_model.shards import StoredTensor
 from target_model.tensor_names import TensorSpec, tensor_specs
 
@@ -122,27 +122,31 @@ def _quantised(spec: TensorSpec, module: str, values: str, stored: Mapping[str, 
     tensor = stored[values]
     if scale is None:
         raise UserError(f"tensor {module}.weight_scale of {values} in {tensor.file} is missing")
-    form = _form(tensor, stored[scale], tensor_scale)
+    form = _form(spec, tensor, stored[scale], tensor_scale)
     if form is None:
         raise UserError(
             f"tensor {values} in {tensor.file} is {tensor.dtype} with {stored[scale].dtype} scales of shape "
-            f"{list(stored[scale].shape)}: no format that can be read (MXFP8, MXFP4, NVFP4)"
+            f"{list(stored[scale].shape)}: no format that can be read (MXFP8, MXFP4, NVFP4, FP8 by rows)"
         )
-    if spec.shape[-1] % form.group:
+    if form.group and spec.shape[-1] % form.group:
         raise UserError(f"tensor {values} in {tensor.file}: {spec.shape[-1]} columns are no multiple of {form.group}")
     _check_shape(values, tensor, form.values_shape(spec.shape))
-    _check_shape(scale, stored[scale], form.scale_shape(spec.shape))
+    if form.group:
+        _check_shape(scale, stored[scale], form.scale_shape(spec.shape))
     for name in (tensor_scale, input_scale):
         if name is not None and (stored[name].dtype != "F32" or stored[name].shape not in ((), (1,))):
             raise UserError(f"tensor {name} in {stored[name].file} must be one F32 number")
     return StoredWeight(spec, form, values, scale, tensor_scale, input_scale)
 
 
-def _form(values: StoredTensor, scale: StoredTensor, tensor_scale: str | None) -> Format | None:
+def _form(spec: TensorSpec, values: StoredTensor, scale: StoredTensor, tensor_scale: str | None) -> Format | None:
     if tensor_scale is None and scale.dtype in _E8M0:
         return MXFP8 if values.dtype == "F8_E4M3" else MXFP4
     if tensor_scale is not None and scale.dtype == "F8_E4M3" and values.dtype == "U8":
         return NVFP4 if tensor_scale.endswith("_2") else NVFP4_PACKED
+    if tensor_scale is None and scale.dtype in WEIGHT_TYPES and values.dtype == "F8_E4M3":
+        # One number for each row, or for all of them; scales of square blocks cannot be read.
+        return FP8 if scale.shape in ((), (1,), (spec.shape[0],), (spec.shape[0], 1)) else None
     return None
 
 

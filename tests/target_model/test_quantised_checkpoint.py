@@ -3,6 +3,7 @@ themselves.
 """
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from target_model.format_coverage import checkpoint_bytes, parameter_formats
 from target_model.model import TargetModel
 from target_model.quantise_checkpoint import quantise_checkpoint
 from target_model.quantised import QuantisedWeight
-from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, dequantise
+from target_model.quantised_formats import FP8, MXFP4, MXFP8, NVFP4, dequantise, quantise
 from target_model.sizes import weight_bytes
 from tests.fixtures import TINY_VISION, tiny_config, write_checkpoint
 
@@ -153,6 +154,43 @@ def test_packed_style_equals_the_other(quantised: dict[str, Path], tmp_path: Pat
     model, other = load_target(copy), load_target(quantised["nvfp4"])
     assert model.layers[3].mlp.w13.form.name == "nvfp4-packed"
     assert torch.allclose(states(model), states(other), atol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["mxfp8", "rows", "column", "one"])
+def test_mxfp4_with_attention_in_fp8(quantised: dict[str, Path], tmp_path: Path, style: str):
+    """Beside MXFP4 experts: as MXFP8, or e4m3 with a number for each row ([N] or [N, 1]) or for all of them."""
+    scales = {"rows": (-1,), "column": (-1, 1)}
+    plain, expected = tensors_of(quantised["mxfp4"]), {}
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.match(r"language_model.*self_attn.*_proj.weight", name)]:
+            weight, scale_name = tensors[name].float(), name.removesuffix("weight") + "weight_scale"
+            if style == "mxfp8":
+                packed = quantise(MXFP8, weight)
+                tensors[name], tensors[scale_name] = packed.values, packed.scale
+                expected[name] = dequantise(MXFP8, packed.values, packed.scale, None)
+                continue
+            largest = weight.abs().amax() if style == "one" else weight.abs().amax(-1, keepdim=True)
+            scale = (largest / 448).bfloat16().float()
+            tensors[name] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            tensors[scale_name] = scale if style == "one" else scale.reshape(scales[style])
+            expected[name] = tensors[name].float() * scale
+
+    settings = json.loads((quantised["mxfp4"] / "config.json").read_text())["quantization_config"]
+    excluded = [module for module in settings["exclude"] if "self_attn" not in module]
+    model = load_target(rewritten(quantised["mxfp4"], tmp_path / "mixed", change, exclude=excluded))
+    packed = model.layers[3].attention.packed
+    assert packed.form == (MXFP8 if style == "mxfp8" else FP8) and model.layers[3].mlp.w13.form == MXFP4
+    assert model.layers[3].attention.out.form == packed.form
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        tensors |= expected
+
+    wide = load_target(rewritten(quantised["mxfp4"], tmp_path / "wide", widen))
+    assert torch.equal(packed.dequantised(slice(None), torch.float32), wide.layers[3].attention.packed)
+    assert (
+        torch.allclose(states(model), states(wide), atol=1e-5) and plain.keys() < tensors_of(tmp_path / "mixed").keys()
+    )
 
 
 def test_excluded_modules(plain: Path, tmp_path: Path):
