@@ -12,6 +12,7 @@ from torch import Tensor
 
 from target_model.batch import Batch
 from target_model.config import M3Config
+from target_model.kernels import ops
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,9 @@ class PagedCache:
         """Moves the target's rows of accepted nodes behind the root: node path[r, m] goes to slot committed[r] + 1 + m.
 
         `path_RM` int64 holds node numbers, root excluded, in order of depth, padded with -1. Source and destination
-        overlap; a gather finishes before its scatter begins, so every row is read before any is written. The draft's
-        guessed rows are not moved.
+        overlap: every row is read before any is written. The draft's guessed rows are not moved.
         """
-        sources, targets = commit_slots(batch, path_RM)
-        for pool in (self.k, self.v, self.index_k):
-            flat = pool.flatten(1, 2)
-            flat[:, targets] = flat[:, sources]
+        ops.commit_rows(self.k, self.v, self.index_k, path_RM, batch)
 
     def bytes_per_token(self) -> int:
         """Bytes one token takes over all layers, draft included."""
@@ -106,17 +103,3 @@ class TransientCache:
 
     def layer(self, layer: int) -> LayerCache:
         return LayerCache(self._k, self._v, self._index_k if self._sparse[layer] else None)
-
-
-def commit_slots(batch: Batch, path_RM: Tensor) -> tuple[Tensor, Tensor]:
-    """Physical slots (sources, targets) of the rows that `commit` moves; rows already in place are left out."""
-    moves = torch.arange(path_RM.shape[1], device=path_RM.device)
-    live = (path_RM >= 0) & (path_RM != moves + 1)
-    committed = batch.committed[:, None].long()
-    sequence = torch.arange(path_RM.shape[0], device=path_RM.device)[:, None].expand_as(path_RM)[live]
-
-    def physical(slots_RM: Tensor) -> Tensor:
-        slots = slots_RM[live]
-        return batch.block_table[sequence, slots // batch.page_size].long() * batch.page_size + slots % batch.page_size
-
-    return physical(committed + path_RM), physical((committed + 1 + moves).expand_as(path_RM))

@@ -2,7 +2,7 @@
 
     pool[layer, slot committed[r] + 1 + m] = pool[layer, slot committed[r] + path[r, m]]   for path[r, m] >= 0
 L layers, P pages, B slots, K kv heads, D head dim, M longest path. Source and destination overlap; a program takes
-COLUMNS values of one sequence's rows in one layer of one tensor, and loads all of them before it stores any.
+COLUMNS words of one sequence's rows in one layer of one tensor, and loads all of them before it stores any.
 """
 
 import torch
@@ -16,9 +16,9 @@ from target_model.kernels.common import PDL, POOL_FLOATS, cdiv, launch_options, 
 
 @triton.jit
 def commit_kernel(
-    k,  # [L, P, B, K * D]
+    k,  # [L, P, B, K * D] in words
     v,  # same
-    index,  # [sparse layers, P, B, D]
+    index,  # [sparse layers, P, B, D] in words
     path,  # int64 [R, M]
     committed,  # int32 [R]
     block_table,  # int32 [R, table_width]
@@ -26,7 +26,7 @@ def commit_kernel(
     table_width,
     layers,  # L
     slots,  # P * B
-    WIDTH: tl.constexpr,  # K * D
+    WIDTH: tl.constexpr,  # words of a row
     INDEX_WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
     M: tl.constexpr,
@@ -67,20 +67,21 @@ def commit_kernel(
 
 
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:
-    """In place. `path_RM` int64: node numbers in order of depth, root excluded, padded with -1."""
+    """In place. `path_RM` int64: node numbers in order of depth, root excluded, padded with -1. The index keys may have
+    another type than k and v: rows move as words of 32 bits."""
     layers, pages, page, heads, dim = k_LPBKD.shape
     require_tensor("k", k_LPBKD, (None, None, batch.page_size, None, None), POOL_FLOATS)
     require_tensor("v", v_LPBKD, tuple(k_LPBKD.shape), (k_LPBKD.dtype,))
     require_tensor("index_k", index_SPBD, (None, pages, page, None), POOL_FLOATS)
     require_tensor("path", path_RM, (batch.num_sequences, None), (torch.int64,))
     require(path_RM.shape[1] <= 64, "a path has at most 64 nodes")
-    require(index_SPBD.dtype == k_LPBKD.dtype, "index_k must have the dtype of k")
     if path_RM.shape[1] == 0:
         return
+    k, v, index = (pool.flatten(3).view(torch.int32) for pool in (k_LPBKD, v_LPBKD, index_SPBD))
     columns = 128
-    commit_kernel[(2 * layers + index_SPBD.shape[0], batch.num_sequences, cdiv(max(heads * dim, index_SPBD.shape[3]),
-    columns))](
-        k_LPBKD, v_LPBKD, index_SPBD, path_RM.contiguous(), batch.committed, batch.block_table, path_RM.shape[1],
-        batch.block_table.shape[1], layers, pages * page, WIDTH=heads * dim, INDEX_WIDTH=index_SPBD.shape[3], PAGE=page,
+    programs = 2 * layers + len(index), batch.num_sequences, cdiv(max(k.shape[3], index.shape[3]), columns)
+    commit_kernel[programs](
+        k, v, index, path_RM.contiguous(), batch.committed, batch.block_table, path_RM.shape[1],
+        batch.block_table.shape[1], layers, pages * page, WIDTH=k.shape[3], INDEX_WIDTH=index.shape[3], PAGE=page,
         M=power_of_two(path_RM.shape[1]), COLUMNS=columns, PDL=PDL, **launch_options(4, 1),
     )  # fmt: skip

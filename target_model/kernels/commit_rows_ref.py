@@ -8,9 +8,10 @@ from target_model.batch import Batch
 
 
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:
-    """In place. A gather finishes before its scatter begins, so every row is read before any is written."""
+    """In place. A gather finishes before its scatter begins, so every row is read before any is written; rows that are
+    where they belong stay out of both."""
     move = torch.arange(path_RM.shape[1], device=path_RM.device).expand_as(path_RM)
-    live = path_RM >= 0
+    live = (path_RM >= 0) & (path_RM != move + 1)
     sequence = torch.arange(path_RM.shape[0], device=path_RM.device)[:, None].expand_as(path_RM)[live]
     committed = batch.committed[sequence].long()
 

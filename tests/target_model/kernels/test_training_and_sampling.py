@@ -87,15 +87,25 @@ def test_noise_is_the_one_of_the_engine():
     assert torch.equal(sample_tokens.sample_tokens(logits, **arguments), gumbel(*keys, 4096, DEVICE).argmax(-1))
 
 
-def test_commit_rows():
+@pytest.mark.parametrize(
+    ("kv_dtype", "index_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
+)
+def test_commit_rows(kv_dtype, index_dtype):
     batch, pages = tree_batch([29, 5, 16], [12, 3, 9], 16, device=DEVICE)
     path = torch.tensor([[1, 2, 4, 7, 11], [-1, -1, -1, -1, -1], [3, 5, 8, -1, -1]], device=DEVICE)
     results = []
     for module in (commit_rows, commit_rows_ref):
         pools = [randn(3, pages, 16, 2, 32), randn(3, pages, 16, 2, 32, seed=1), randn(2, pages, 16, 32, seed=2)]
+        pools = [pool.to(dtype) for pool, dtype in zip(pools, (kv_dtype, kv_dtype, index_dtype), strict=True)]
         before = [pool.clone() for pool in pools]
         module.commit_rows(*pools, path, batch)
-        assert not torch.equal(pools[0], before[0])
+        assert not torch.equal(pools[0].float(), before[0].float())
         results.append(pools)
     for out, want in zip(*results, strict=True):
-        assert torch.equal(out, want)
+        assert torch.equal(out.float(), want.float())
