@@ -1,7 +1,6 @@
 """Around every request: an id, a log line, the API key and the size of the body."""
 
 import hmac
-import json
 import logging
 import re
 import time
@@ -17,7 +16,7 @@ from serve.service import Settings
 logger = logging.getLogger("serve.access")
 
 # Asked for by load balancers and scrapers, which carry no key, and the page, which asks its reader for one.
-OPEN_PATHS = frozenset({"/", "/health", "/health/ready", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
@@ -25,7 +24,7 @@ class Gate:
     """Refuses requests without a valid key or with too large a body, names every request and logs how it went.
 
     A request id comes from the header X-Request-Id, if it is a plain word of at most 128 characters, else it is
-    drawn; the answer carries it. Log lines are JSON; endpoints add to `scope["state"]["log"]`.
+    drawn; the answer carries it. Endpoints add fields of the log line in `scope["state"]["log"]`.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings):
@@ -62,7 +61,7 @@ class Gate:
                 **log,
             }
             level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
-            logger.log(level, json.dumps(line, ensure_ascii=False))
+            logger.log(level, "request", extra={"fields": line})
 
     async def _guarded(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         error = self._refusal(scope["path"], headers)

@@ -1,6 +1,5 @@
 """The HTTP server: an OpenAI-compatible API in front of one engine."""
 
-import logging
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -23,6 +22,7 @@ from serve.chat import create_chat
 from serve.completions import create_completion
 from serve.engine import Engine
 from serve.load import Description, load_engine, usable_context
+from serve.logs import log_to_stderr
 from serve.metrics import Metrics
 from serve.middleware import Gate
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
@@ -90,7 +90,7 @@ def run(options: ServeOptions) -> None:
             language_only=options.language_only,
             tensor_parallel=options.tensor_parallel,
         )
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        log_to_stderr()
         service = make_service(
             engine,
             tokenizer,
@@ -236,8 +236,9 @@ def _detokenize(body: bytes, service: Service) -> str:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health/live")
     @app.get("/health")
-    async def health() -> JSONResponse:
+    async def live() -> JSONResponse:
         return _state(service.engine.healthy, service)
 
     @app.get("/health/ready")

@@ -1,8 +1,9 @@
-"""An engine that crashes, a server that starts, ends, drains and asks for keys: nothing hangs, nothing is left behind."""
+"""An engine that crashes; a server that starts, ends, drains and asks for keys: nothing hangs, nothing stays behind."""
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import threading
 import httpx
 import pytest
 
+from serve.logs import JsonLines
 from serve.request import Request, SamplingParams
 from serve.server import bind
 from serve.service import Settings
@@ -128,7 +130,7 @@ def test_api_keys():
                 assert response.status_code == status, headers
             assert response.headers["x-request-id"]
             assert (await http.get("/stats")).status_code == 401
-            for path in ("/health", "/health/ready", "/metrics"):
+            for path in ("/health", "/health/live", "/health/ready", "/metrics"):
                 assert (await http.get(path)).status_code == 200
 
     asyncio.run(run())
@@ -149,10 +151,21 @@ def test_request_ids_and_log_lines(caplog):
     assert named.headers["x-request-id"] == "trace-1"
     assert named.json()["id"] == "chatcmpl-trace-1"
     assert len(drawn.headers["x-request-id"]) == 32
-    line = json.loads(caplog.records[0].message)
+    line = json.loads(JsonLines().format(caplog.records[0]))
+    assert (line["level"], line["logger"], line["message"]) == ("INFO", "serve.access", "request")
     assert (line["request_id"], line["status"], line["user"], line["metadata"]) == ("trace-1", 200, "ann", {"k": "v"})
     assert line["completion_tokens"] == named.json()["usage"]["completion_tokens"]
     assert line["finish_reasons"] == ["stop"]
+
+
+def test_a_traceback_is_part_of_its_line():
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.LogRecord("serve.engine", logging.ERROR, "", 0, "has %s", ("crashed",), sys.exc_info())
+    text = JsonLines().format(record)
+    line = json.loads(text)
+    assert "\n" not in text and line["message"] == "has crashed" and "ValueError: two\nlines" in line["exception"]
 
 
 def test_cors_is_off():
