@@ -53,15 +53,19 @@ class Eagle3Draft(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if config.pruned else None)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
     def kv_shape(self) -> DraftKVShape:
         """What the serving cache keeps for one token of the draft."""
-        return DraftKVShape(self.config.num_kv_heads, self.config.head_dim, self.fc.weight.dtype)
+        return DraftKVShape(self.config.num_kv_heads, self.config.head_dim, self.dtype)
 
     def project(self, aux_TA: Tensor) -> Tensor:
         """The layer's feature from the target's taps, concatenated in the order of `config.taps`: [T, A] -> [T, H], in
         the draft's own precision.
         """
-        aux_TA = aux_TA.to(self.fc.weight.dtype)
+        aux_TA = aux_TA.to(self.dtype)
         if self.config.fc_norm:
             parts = aux_TA.chunk(self.config.num_aux, dim=-1)
             aux_TA = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)

@@ -264,7 +264,7 @@ def _memory_plan(
     slots = engine.scheduler.allocator.total * engine.scheduler.page_size
     return [
         f"memory on {device}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}"
-        f"{'' if draft is None else ' (' + _type_name(draft.fc.weight.dtype) + ')'}, cache "
+        f"{'' if draft is None else ' (' + _type_name(draft.dtype) + ')'}, cache "
         f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())}; KV "
         f"{_type_name(cache.k.dtype)}, index K {_type_name(cache.index_k.dtype)})",
         f"context: {usable_context(engine)} tokens a request, answer included",

@@ -53,7 +53,7 @@ def run(*, steps: int | None, prompts: int, tokens: int, seed: int) -> list[Row]
     console.print(f"{bundled.description}\ntraining another draft from scratch: {config.run_directory}")
     before = bundled.with_draft(_untrained(config, bundled))
     result = train(config)
-    after = bundled.with_draft(load_draft(result.draft, bundled.target.dtype, bundled.target.device))
+    after = bundled.with_draft(load_draft(result.draft, bundled.draft.dtype, bundled.target.device))
 
     console.rule("2. real prompts, with and without the drafts")
     questions = load_suite(SUITE, prompts).prompts
@@ -76,7 +76,7 @@ def run(*, steps: int | None, prompts: int, tokens: int, seed: int) -> list[Row]
 def _untrained(config: TrainConfig, pair: Pair):
     """The draft as training starts from it."""
     rows = load_rows(config.data, pair.tokenizer, config.seed)
-    return new_draft(config.draft, pair.target, rows, config.seed).eval().requires_grad_(False)
+    return new_draft(config.draft, pair.target, rows, config.seed).eval().requires_grad_(False).to(pair.draft.dtype)
 
 
 def _measure(

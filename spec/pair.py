@@ -71,7 +71,7 @@ def pairs_of(target: str, drafts: Sequence[str], device: str = "auto") -> dict[s
     pairs = {drafts[0]: first}
     for name in drafts[1:]:
         chosen = resolve_draft(name, resolve_target(target))
-        draft = load_draft(chosen.path, first.draft.fc.weight.dtype, first.target.device, chosen.default_taps)
+        draft = load_draft(chosen.path, first.draft.dtype, first.target.device, chosen.default_taps)
         check_pair(first.target, draft, chosen.path)
         about = first.description.splitlines()[0]
         pairs[name] = replace(first, draft=draft, description=f"{about}\n{chosen.why}")
