@@ -72,7 +72,7 @@ class ScriptedEngine:
         }
 
     def generate(self, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Completion]:
-        self.asked.append(([prompt[-1] for prompt in prompts], params if isinstance(params, list) else [params]))
+        self.asked.append((prompts, params if isinstance(params, list) else [params]))
         return [self.script[prompt[-1]] for prompt in prompts]
 
 
@@ -138,13 +138,13 @@ def test_a_second_turn_continues_the_answer():
     assert [(each.prompt, each.turn, each.identical) for each in rows[0].answers] == [
         ("p0", 1, False), ("p0", 2, True), ("p1", 1, True)
     ]  # fmt: skip
-    assert [prompts for prompts, _ in asked] == [[2], [1], [1]]
+    assert [prompts for prompts, _ in asked] == [[[-1, 2]], [[-1, 2, 5, 6, 1]], [[-1, 1]]]  # -1: with thinking
     assert rows[0].prompts == 2 and len(rows[0].answers) == 3
 
 
 def test_concurrency_asks_together_and_shares_the_time():
     rows, asked, calls = scripted_sweep([["1"], ["2"], ["1", "2"]], [Condition(1.0, concurrency=2)])
-    assert [prompts for prompts, _ in asked] == [[1, 2], [1], [2]]
+    assert [[prompt[-1] for prompt in prompts] for prompts, _ in asked] == [[1, 2], [1], [2]]
     assert [[each.seed for each in params] for _, params in asked] == [[10, 11], [12], [12]]
     assert calls == [("s, T = 1, 2 at a time", 2), ("s, T = 1, 2 at a time", 1)]
     assert [each.time.draft for each in rows[0].answers] == pytest.approx([5, 5, 10, 10])

@@ -32,6 +32,8 @@ def test_entries_of_one_prompt_are_drawn_together():
     """Repeating every prompt must not shrink the interval."""
     keys, above, below = sample(0)
     assert interval(keys * 4, above * 4, below * 4) == pytest.approx(interval(keys, above, below))
+    parts = interval([*keys, *keys], [*above, *[1.0] * 40], [*below, *[0.0] * 40])
+    assert parts == pytest.approx(interval(keys, [value + 1 for value in above], below))
 
 
 def test_pairing_finds_a_small_difference_between_unlike_prompts():
