@@ -37,7 +37,7 @@ DEPTH_STYLES = (
 )
 NEXT = (
     ("spec serve --draft eagle3", "an OpenAI-compatible server with the bundled pair on port 8000"),
-    ("spec bench acceptance --prompts 3", "chains of 1 to 7 and a tree on three suites"),
+    ("spec bench acceptance --prompts 3", "chains of 1 to 8 and a tree on three suites"),
     ("spec train --config demo name=longer schedule.epochs=8", "the same draft, trained for longer"),
     ("spec doctor", "what works on this machine"),
 )

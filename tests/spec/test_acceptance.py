@@ -11,7 +11,7 @@ from spec import cli
 from spec.bench.acceptance import parse_concurrency, parse_shapes, parse_temperatures, parse_thinking, with_one
 from spec.bench.sweep import Condition, Contender, sampling_params, sweep
 from spec.bench.tables import number
-from spec.pair import load_pair
+from spec.pair import load_pair, pairs_of
 from spec.suites import Prompt, load_suite
 from target_model.errors import UserError
 
@@ -178,6 +178,15 @@ def test_the_plain_engine_drafts_nothing_and_the_others_do(untrained_draft):
         for tree in (None, CHAIN_3)
     ]
     assert drafted[0] == 0 and drafted[1] > 0
+
+
+def test_several_drafts_share_one_target(untrained_draft, tmp_path):
+    pairs = pairs_of("m3-tiny", [untrained_draft, "eagle3"], "cpu")
+    first, second = pairs.values()
+    assert first.target is second.target and first.draft is not second.draft
+    assert "untrained" in first.description and "bundled" in second.description
+    with pytest.raises(UserError, match="nowhere"):
+        pairs_of("m3-tiny", ["eagle3", str(tmp_path / "nowhere")], "cpu")
 
 
 def test_command_prints_tables_and_json(monkeypatch, capsys, tmp_path, untrained_draft):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from serve.tree import TreeConfig
-from spec.bench.recording import Recording, Text, record
+from spec.bench.recording import Recorder, Recording, Text, record
 from spec.bench.replay import acceptance, best_static_tree, oracle, replay, walk
 from spec.bench.statistics import NOTHING
 from spec.bench.sweep import Condition, Contender, sweep
@@ -134,6 +134,22 @@ def test_the_targets_branch_is_recorded_though_it_is_not_among_the_best():
     )
     known = ((wide.rank >= 0) & (wide.rank < 2)).cumprod(1)
     assert (narrow.rank == np.where(known, wide.rank, -1)).all() and known.any(0).all()
+
+
+def test_answers_that_differ_the_second_time_are_left_out(monkeypatch):
+    pair, suites = fp32_pair(), {"humaneval": load_suite("humaneval", 2).prompts}
+    honest = Recorder.propose
+
+    def upset(self, sequences, limits, noise, shape):
+        sequences[0].token_ids[-1] ^= 1  # the first request goes astray
+        return honest(self, sequences, limits, noise, shape)
+
+    monkeypatch.setattr(Recorder, "propose", upset)
+    settings = {"tokens": 4, "seed": 0, "longest": 512, "shape": TreeConfig(2, 2, 4)}
+    recording = record(pair, suites, Condition(0.0), **settings)
+    assert [text.prompt for text in recording.texts] == ["HumanEval/1"] and recording.about["answers left out"] == 1
+    with pytest.raises(UserError, match="the same twice"):
+        record(pair, suites, Condition(0.0), **settings, together=1)
 
 
 def test_entropy_is_that_of_the_targets_distribution():
