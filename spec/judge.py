@@ -12,6 +12,7 @@ from spec.bench.sweep import sampling_params
 from spec.pair import Pair
 from spec.suites import HELD_OUT, load_suite
 from target_model.checkpoint import load_target
+from target_model.model import TargetModel
 from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
 
@@ -19,20 +20,21 @@ CHAIN = 3
 TOKENS = 96
 
 
-def served_acceptance(target: str) -> Callable[[Eagle3Draft], dict[str, Any]]:
+def served_acceptance(target: str) -> Callable[[Eagle3Draft, TargetModel | None], dict[str, Any]]:
     """A callable that measures chains of 3: "al", greedy, by which a run keeps its best, and "al_sampled", at T = 1.
 
-    The target is loaded when the first draft comes, on that draft's device and in its precision.
+    It serves the draft with the target it is given. Without one, `target` is loaded when the first draft comes, on that
+    draft's device and in its precision.
     """
-    pair: Pair | None = None
+    tokenizer = load_tokenizer(resolve_target(target).path)
+    loaded: TargetModel | None = None
 
-    def judge(draft: Eagle3Draft) -> dict[str, Any]:
-        nonlocal pair
-        if pair is None:
+    def judge(draft: Eagle3Draft, model: TargetModel | None) -> dict[str, Any]:
+        nonlocal loaded
+        if model is None and loaded is None:
             weight = draft.lm_head.weight
-            model = load_target(target, dtype=weight.dtype, device=weight.device)
-            pair = Pair(model, draft, load_tokenizer(resolve_target(target).path), f"target {target}")
-        return measure_draft(pair.with_draft(draft))
+            loaded = load_target(target, dtype=weight.dtype, device=weight.device)
+        return measure_draft(Pair(model or loaded, draft, tokenizer, f"target {target}"))
 
     return judge
 

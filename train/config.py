@@ -156,18 +156,27 @@ class EngineConfig(_Section):
 
 class CheckpointConfig(_Section):
     every: int = Field(500, ge=1, description="optimizer steps")
-    keep: int = Field(2, ge=1)
+    keep: int = Field(2, ge=1, description="the last ones; the best one is kept besides")
     export_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
 class EvalConfig(_Section):
     every: int | None = Field(None, ge=1, description="optimizer steps between judgements; None: only at the end")
+    patience: int | None = Field(None, ge=1, description="judgements in a row without a better AL that end the run")
+
+    @model_validator(mode="after")
+    def _patience_needs_judgements(self) -> "EvalConfig":
+        if self.patience is not None and self.every is None:
+            raise ValueError("patience needs eval.every")
+        return self
 
 
 class LogConfig(_Section):
     every: int = Field(10, ge=1)
     wandb: Literal["disabled", "offline", "online"] = "disabled"
-    project: str = "eagle3"
+    project: str = Field("eagle3", description="project of Weights & Biases")
+    tensorboard: bool = False
+    curves: bool = Field(True, description="loss and acceptance as curves.png in the run's folder")
 
 
 class TrainConfig(_Section):

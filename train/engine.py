@@ -190,7 +190,7 @@ class DraftEngine:
 
     def save(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
         """Writes `directory`/step-N: weights (frozen ones too), optimizer, `state`. It appears whole or not at all."""
-        final = directory / f"step-{step:08d}"
+        final = checkpoint_path(directory, step)
         partial = directory / (final.name + _PARTIAL)
         try:
             self.engine.save_checkpoint(
@@ -248,6 +248,11 @@ def _universal(checkpoint: Path) -> Path:
             ds_to_universal.main(settings)
     torch.distributed.barrier()
     return merged
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step-{step:08d}"
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """The training loop: capture, step, log, judge, save."""
 
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,11 @@ from train.capture import run_taps
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.ends import load_ends
-from train.engine import DraftEngine, processes, resolve_device
+from train.engine import DraftEngine, checkpoint_path, processes, resolve_device
 from train.features import OnlineCapture
+from train.flops import peak_flops, step_flops
 from train.initialise import new_draft, set_trainable
+from train.journal import Journal, simulated_length
 from train.loss import StepSums, Teacher, count_rows, step_weights
 from train.plan import state_bytes
 from train.progress import ProgressDisplay
@@ -34,7 +35,8 @@ from train.schedule import DataOrder, learning_rate, share_batch, total_steps
 from train.store import FeatureStore, identity
 from train.window import LogWindow, reduce_sums
 
-Judge = Callable[[Eagle3Draft], dict[str, Any]]
+# Gets a frozen draft and the run's target, None where the run has none (features from a store).
+Judge = Callable[[Eagle3Draft, TargetModel | None], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ def train(
 ) -> TrainResult:
     """Runs or continues a training run.
 
-    `judge` gets a frozen copy of the draft, at the precision of its export, and returns measurements with the key "al",
-    by which the best checkpoint is chosen; without a judge the last one is exported. `stop_after` ends after that step,
-    as an interruption would.
+    `judge` gets a frozen copy of the draft, at the precision of its export, and the target, and returns measurements
+    with the key "al", by which the best checkpoint is chosen; without a judge the last one is exported. `stop_after`
+    ends after that step, as an interruption would.
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -117,6 +119,7 @@ class _Run:
         config = config.model_copy(update={"engine": share_batch(config.engine, began_with, world)})
         self.config = config
         self.device, self.dtype = target.device, dtype
+        self.target = target if store is None else None
         self.per_rank = config.engine.micro_batch * config.engine.accumulate
         self.total = total_steps(config.schedule, len(rows), rows.tokens, self.per_rank * world)
         self.order = DataOrder(len(rows), self.per_rank * world, config.seed)
@@ -132,13 +135,17 @@ class _Run:
         kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
         teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
         self.row_tokens = (rows.documents > 0).sum(-1)
-        _check_disk(config, draft)
+        self.checkpoint_bytes = state_bytes(draft)
+        # The last ones, the best one, and the one that is being written.
+        self.folder.check_disk(config.checkpoint.keep + 2, self.checkpoint_bytes)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
         self.checkpoint = _from_rank_zero(self.checkpoint)
         if self.checkpoint is None and config.draft.initialisation == "regression":
             self._regression(draft, target, teacher)
         self.engine = DraftEngine(draft, teacher, config, dtype)
         self.best: dict[str, Any] | None = None
+        # Judgements since the best one.
+        self.stale = 0
         self.tokens = 0
         # Optimizer steps left out because something was not finite: in all, and since the last good one.
         self.skipped = self.skipped_in_a_row = 0
@@ -165,26 +172,36 @@ class _Run:
         if self.rank == 0 and step == 0:
             self.folder.write_record(step=0, total_steps=self.total, best=None)
         end = self.total if stop_after is None else min(self.total, stop_after)
-        tracker = _tracker(self.config, self.rank)
+        journal = Journal(self.config, self.folder, display) if self.rank == 0 else None
         window, metrics = LogWindow(), {}
         display.start(step, self.total)
-        while step < end:
+        while step < end and not self._impatient():
             sums, tokens = self._step(step)
             step += 1
             self.tokens += tokens
             self._count_skipped(step, sums)
             window.add(sums, tokens)
             if step % self.config.log.every == 0 or step == end:
-                metrics = self._log(step, window, tracker)
+                metrics = self._metrics(step, window)
+                if journal is not None:
+                    journal.metrics(metrics)
                 window = LogWindow()
             display.advance(step, metrics, self.tokens)
             if self._due(step, self.config.eval.every, end == self.total):
-                self._judge(step, judge, display, tracker)
-            if self._due(step, self.config.checkpoint.every, True) or step == end:
+                display.stage("judging")
+                self._judge(step, judge, metrics, journal)
+            best_now = self.best is not None and self.best["step"] == step
+            if self._due(step, self.config.checkpoint.every, True) or step == end or best_now or self._impatient():
                 self._save(step)
-        if tracker is not None:
-            tracker.finish()
+        if journal is not None:
+            if self._impatient():
+                journal.note(f"ended at step {step}: {self.stale} judgements without a better AL")
+            journal.finish()
         return TrainResult(self.folder.path, self.folder.draft, step, self.best, metrics)
+
+    def _impatient(self) -> bool:
+        """Whether so many judgements brought no better draft that the run ends."""
+        return self.config.eval.patience is not None and self.stale >= self.config.eval.patience
 
     def _due(self, step: int, every: int | None, at_end: bool) -> bool:
         return (every is not None and step % every == 0) or (at_end and step == self.total)
@@ -193,7 +210,7 @@ class _Run:
         if self.checkpoint is None:
             return 0
         state = self.engine.load(self.checkpoint)
-        self.best, self.tokens = state["best"], state["tokens"]
+        self.best, self.stale, self.tokens = state["best"], state["stale"], state["tokens"]
         self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
         if self.rank == 0:
             self.folder.cut_log(state["step"])
@@ -223,61 +240,67 @@ class _Run:
         sums = self.engine.step(micro, weights, learning_rate(step, self.total, total[1], total[0]))
         return sums, int(self.row_tokens[batch].sum())
 
-    def _log(self, step: int, window: "LogWindow", tracker) -> dict[str, Any]:
+    def _metrics(self, step: int, window: LogWindow) -> dict[str, Any]:
+        """The log line of the steps in the window. All ranks call it together."""
+        seconds = max(1e-9, time.perf_counter() - window.started)
         metrics: dict[str, Any] = {}
         if window.sums is not None:
             sums = reduce_sums(window.sums, self.world)
             metrics = sums.metrics()
             metrics["loss"] = float((sums.loss * step_weights(sums.rows, self.config.ttt.decay).double()).sum())
-        metrics |= {
+            peak = peak_flops(self.device)
+            if peak is not None:
+                # A token sees half of its row on average.
+                visible = window.tokens / window.steps / (self.per_rank * self.world) / 2
+                trained = self.config.draft.train_head
+                flops = step_flops(self.engine.draft_config, window.tokens, visible, metrics["rows"], trained)
+                metrics["mfu"] = flops / seconds / (peak * self.world)
+        if self.device.type == "cuda":
+            metrics["gpu_memory"] = torch.cuda.max_memory_allocated(self.device)
+        return metrics | {
             "step": step,
             "skipped": self.skipped,
             "lr": learning_rate(step - 1, self.total, self.config.optimizer.lr, self.config.schedule),
             "grad_norm": self.engine.grad_norm(),
             "tokens": self.tokens,
-            "tokens_per_second": window.tokens / max(1e-9, time.perf_counter() - window.started),
+            "tokens_per_second": window.tokens / seconds,
             "cpu_seconds": time.process_time(),
         }
-        if self.rank == 0:
-            self.folder.log(metrics)
-            if tracker is not None:
-                tracker.log(metrics)
-        return metrics
 
-    def _judge(self, step: int, judge: Judge | None, display: ProgressDisplay, tracker) -> None:
+    def _judge(self, step: int, judge: Judge | None, metrics: dict[str, Any], journal: Journal | None) -> None:
         """Exports the draft if it is the best so far; without a judge the newest one is."""
         draft = self.engine.export()
-        if self.rank == 0:
+        if journal is not None:
             # What is judged is what will be loaded: rounded to the export's precision.
             draft = draft.to(self.folder.export_dtype).to(self.dtype)
             result = None
             if judge is not None:
-                display.stage("judging")
-                result = {**judge(draft), "step": step}
-                self.folder.log({"step": step, "judge": result})
-                if tracker is not None:
-                    tracker.log(
-                        {f"judge/{key}": value for key, value in result.items() if isinstance(value, int | float)}
-                    )
-                display.note(f"step {step}: AL {result['al']:.3f}")
+                result = {**judge(draft, self.target), "step": step}
+                if "chain" in result and "step_accuracy" in metrics:
+                    result["tau_sim"] = simulated_length(metrics["step_accuracy"], result["chain"])
+                journal.judgement(step, result)
+            self.stale += 1
             if result is None or self.best is None or result["al"] > self.best["al"]:
-                self.best = result
+                self.best, self.stale = result, 0
                 self.folder.export(draft, {"config": self.config.model_dump(), "step": step, "judge": result})
-        self.best = _from_rank_zero(self.best)
+        self.best, self.stale = _from_rank_zero((self.best, self.stale))
 
     def _save(self, step: int) -> None:
         state = {
             "step": step,
             "tokens": self.tokens,
             "best": self.best,
+            "stale": self.stale,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
         }
-        if not (self.folder.state / f"step-{step:08d}").exists():
+        if not checkpoint_path(self.folder.state, step).exists():
+            self.folder.check_disk(1, self.checkpoint_bytes)
             self.engine.save(self.folder.state, step, state)
         if self.rank == 0:
-            self.folder.write_record(step=step, total_steps=self.total, best=self.best)
-            self.folder.prune()
+            ended = self._impatient()
+            self.folder.write_record(step=step, total_steps=self.total, best=self.best, ended=ended)
+            self.folder.prune(None if self.best is None else self.best["step"])
 
 
 def _from_rank_zero(value: Any) -> Any:
@@ -286,25 +309,6 @@ def _from_rank_zero(value: Any) -> Any:
     return box[0]
 
 
-def _tracker(config: TrainConfig, rank: int):
-    if config.log.wandb == "disabled" or rank != 0:
-        return None
-    from train.tracking import WandbTracker
-
-    return WandbTracker(config)
-
-
 def _target_identity(name: str) -> str:
     path = Path(name).expanduser()
     return str(path.resolve()) if name not in known_targets() and path.is_dir() else name.removeprefix("MiniMaxAI/")
-
-
-def _check_disk(config: TrainConfig, draft: Eagle3Draft) -> None:
-    """Refuses to start a run whose checkpoints will not fit."""
-    place = next(
-        path for path in [config.run_directory.absolute(), *config.run_directory.absolute().parents] if path.exists()
-    )
-    needed = state_bytes(draft) * (config.checkpoint.keep + 1)
-    free = shutil.disk_usage(place).free
-    if free < needed:
-        raise UserError(f"{place} has {free / 1e9:.2f} GB free, but checkpoints of this run need {needed / 1e9:.2f} GB")

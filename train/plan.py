@@ -46,7 +46,7 @@ def plan(config: TrainConfig, target: M3Config, world: int = 1) -> str:
         f"{config.engine.micro_batch * config.engine.accumulate * world} rows of {config.data.sequence_length} tokens",
         "memory of a process, target not counted:",
         *(f"  {name:<16}{_gib(size)}" for name, size in _memory(config, sizes, total, trained, rows, element, world)),
-        f"disk              {_gib(state_bytes(draft))} a checkpoint, {config.checkpoint.keep + 1} at most; "
+        f"disk              {_gib(state_bytes(draft))} a checkpoint, {config.checkpoint.keep + 2} at most; "
         f"{_gib(total * (2 if config.checkpoint.export_dtype == 'bfloat16' else 4))} the exported draft",
         f"features          {feature_bytes_per_token(sizes, element):,} bytes a token"
         + (", kept in host memory for every row" if config.features.cache else ", not kept"),

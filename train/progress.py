@@ -1,4 +1,4 @@
-"""Console progress: one bar with loss, tau_sim, tokens per second and the time left."""
+"""Console progress: one bar with loss, tau_sim, tokens per second, MFU, GPU memory and the time left."""
 
 from typing import Any
 
@@ -46,10 +46,21 @@ class ProgressDisplay:
         self._progress.reset(self._task, completed=step, total=total, numbers="")
 
     def advance(self, step: int, metrics: dict[str, Any], tokens: int) -> None:
-        numbers = ""
-        if "loss" in metrics:
-            numbers = (
-                f"loss {metrics['loss']:.3f}  tau_sim {metrics['tau_sim']:.2f}  "
-                f"{metrics['tokens_per_second']:,.0f} tokens/s  {tokens / 1e6:.2f} M tokens"
-            )
-        self._progress.update(self._task, completed=step, numbers=numbers)
+        self._progress.update(self._task, completed=step, numbers=numbers(metrics, tokens))
+
+
+def numbers(metrics: dict[str, Any], tokens: int) -> str:
+    """The last log line in short; MFU and memory are there on a CUDA device only."""
+    if "loss" not in metrics:
+        return ""
+    parts = [
+        f"loss {metrics['loss']:.3f}",
+        f"tau_sim {metrics['tau_sim']:.2f}",
+        f"{metrics['tokens_per_second']:,.0f} tokens/s",
+        f"{tokens / 1e6:.2f} M tokens",
+    ]
+    if "mfu" in metrics:
+        parts.append(f"MFU {100 * metrics['mfu']:.0f} %")
+    if "gpu_memory" in metrics:
+        parts.append(f"{metrics['gpu_memory'] / 2**30:.1f} GiB")
+    return "  ".join(parts)

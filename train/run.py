@@ -10,7 +10,7 @@ from draft_model.config import read_json
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_write
 from train.config import TrainConfig, parse_config
-from train.engine import checkpoints
+from train.engine import checkpoint_path, checkpoints
 
 # Keys that may differ between the interrupted and the resuming command without changing what is computed.
 _FREE_KEYS = ("log", "eval", "checkpoint", "output", "name", "resume", "features")
@@ -65,14 +65,14 @@ class RunFolder:
         with open(self.path / "log.jsonl", "a") as file:
             file.write(json.dumps(values) + "\n")
 
-    def write_record(self, *, step: int, total_steps: int, best: dict[str, Any] | None) -> None:
-        """run.json, which `draft_model.resolve` reads to find the best run of a target."""
+    def write_record(self, *, step: int, total_steps: int, best: dict[str, Any] | None, ended: bool = False) -> None:
+        """run.json, which `draft_model.resolve` reads to find the best run of a target. `ended`: early, on purpose."""
         record = {
             "name": self._config.name,
             "target": self._target,
             "step": step,
             "total_steps": total_steps,
-            "complete": step >= total_steps,
+            "complete": ended or step >= total_steps,
             "processes": self._processes,
             "best": best,
             "draft": "draft",
@@ -95,10 +95,21 @@ class RunFolder:
 
         return getattr(torch, self._config.checkpoint.export_dtype)
 
-    def prune(self) -> None:
-        """Keeps the last `checkpoint.keep` checkpoints."""
+    def check_disk(self, checkpoints: int, size: int) -> None:
+        """UserError unless so many more checkpoints of `size` bytes fit."""
+        absolute = self.path.absolute()
+        place = next(path for path in (absolute, *absolute.parents) if path.exists())
+        free, needed = shutil.disk_usage(place).free, checkpoints * size
+        if free < needed:
+            raise UserError(
+                f"{place} has {free / 1e9:.2f} GB free, but checkpoints of this run need {needed / 1e9:.2f} GB"
+            )
+
+    def prune(self, best: int | None) -> None:
+        """Keeps the last `checkpoint.keep` checkpoints, and the one of the step that was judged best."""
         for old in checkpoints(self.state)[: -self._config.checkpoint.keep]:
-            shutil.rmtree(old)
+            if best is None or old != checkpoint_path(self.state, best):
+                shutil.rmtree(old)
 
 
 def _check_same(record: dict[str, Any], config: TrainConfig, total_steps: int, where: Path) -> None:

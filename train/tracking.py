@@ -1,7 +1,5 @@
 """Weights & Biases, imported only when a run asks for it; offline mode touches no network."""
 
-from typing import Any
-
 import wandb
 
 from train.config import TrainConfig
@@ -22,12 +20,8 @@ class WandbTracker:
             settings=wandb.Settings(console="off", silent=True),
         )
 
-    def log(self, values: dict[str, Any]) -> None:
-        """Lists become one series an entry: step_accuracy/0, step_accuracy/1, ..."""
-        flat: dict[str, Any] = {}
-        for key, value in values.items():
-            flat |= {f"{key}/{i}": entry for i, entry in enumerate(value)} if isinstance(value, list) else {key: value}
-        self._run.log(flat)
+    def log(self, values: dict[str, float]) -> None:
+        self._run.log(values)
 
     def finish(self) -> None:
         self._run.finish()

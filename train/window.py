@@ -12,13 +12,14 @@ class LogWindow:
 
     def __init__(self) -> None:
         self.sums: StepSums | None = None
-        self.tokens = 0
+        self.tokens, self.steps = 0, 0
         self.started = time.perf_counter()
 
     def add(self, sums: StepSums | None, tokens: int) -> None:
         if sums is not None:
             self.sums = sums if self.sums is None else self.sums + sums
         self.tokens += tokens
+        self.steps += 1
 
 
 def reduce_sums(sums: StepSums, world: int) -> StepSums:

@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
         }
     )
 
-    def judge(draft):
+    def judge(draft, target):
         seen.append(draft)
         return {"al": 1.0}
 

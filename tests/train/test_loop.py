@@ -136,7 +136,7 @@ def test_frozen_and_pruned_parts_survive_a_resume(settings):
 def test_the_judge_chooses_the_best(settings):
     seen = []
 
-    def judge(draft):
+    def judge(draft, target):
         seen.append(draft.fc.weight.clone())
         return {"al": {1: 1.5, 2: 2.5, 3: 2.0}[len(seen)], "note": "x"}
 
@@ -209,17 +209,63 @@ def test_divergence_and_a_full_disk_are_told(settings, monkeypatch):
     with pytest.raises(UserError, match="could not be written: .*No space"):
         train(config, progress=False)
     assert list((config.run_directory / "state").iterdir()) == []
-    monkeypatch.setattr("train.loop.shutil.disk_usage", lambda _: type("usage", (), {"free": 10**6}))
-    with pytest.raises(UserError, match=r"0\.00 GB free, but checkpoints of this run need"):
+    monkeypatch.undo()
+    usage = type("usage", (), {"free": 10**6})
+    monkeypatch.setattr("train.run.shutil.disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"0\.00 GB free, but checkpoints of this run need 0\.1"):
         train(settings("small", schedule__steps=2), progress=False)
 
+    def fills_up(draft, target):
+        usage.free = 10**6
+        return {"al": 1.0}
 
-def test_wandb_offline_writes_and_stays_off_by_default(settings):
+    usage.free = 10**12  # room at the start, none any more when the checkpoint is due
+    with pytest.raises(UserError, match=r"0\.00 GB free, but checkpoints of this run need 0\.0"):
+        train(settings("later", schedule__steps=2, eval__every=1), judge=fills_up, progress=False)
+
+
+def test_a_run_ends_early_and_keeps_the_last_and_the_best_checkpoint(settings):
+    seen = []
+
+    def judge(draft, target):
+        seen.append(target)
+        return {"al": [1.5, 2.5, 2.0, 2.4, 2.5][len(seen) - 1], "chain": 2}
+
+    config = settings("early", eval__every=2, eval__patience=3, checkpoint__every=2, checkpoint__keep=1)
+    part = train(config, judge=judge, progress=False, stop_after=7)
+    assert part.step == 7 and not json.loads((config.run_directory / "run.json").read_text())["complete"]
+    result = train(config, judge=judge, progress=False)
+    assert (
+        result.step == 10 and result.best["step"] == 4 and len(seen) == 5
+    )  # the third worse one, over the interruption
+    assert all(target is not None for target in seen)
+    left = sorted(path.name for path in (config.run_directory / "state").glob("step-*"))
+    assert left == ["step-00000004", "step-00000010"]
+    record = json.loads((config.run_directory / "run.json").read_text())
+    assert record["complete"] and record["step"] == 10
+    assert train(config, judge=judge, progress=False).step == 10 and len(seen) == 5
+    lines = log_of(result)
+    judged = next(line["judge"] for line in lines if "judge" in line and line["step"] == 4)
+    accuracy = next(line["step_accuracy"] for line in lines if "loss" in line and line["step"] == 4)
+    assert judged["tau_sim"] == pytest.approx(1 + accuracy[0] + accuracy[0] * accuracy[1])
+    with pytest.raises(UserError, match=r"eval: patience needs eval\.every"):
+        settings("x", eval__patience=1)
+
+
+def test_trackers_and_curves(settings):
+    """Everything goes to log.jsonl; Weights & Biases and TensorBoard are imported only when asked for."""
     assert settings().log.wandb == "disabled"
-    train(settings("off", schedule__steps=1), progress=False)
-    assert "train.tracking" not in sys.modules  # the only importer of wandb
-    result = train(settings("tracked", schedule__steps=2, log__wandb="offline"), progress=False)
+    train(settings("off", schedule__steps=1, log__curves=False), progress=False)
+    assert not {"train.tracking", "train.tensorboard"} & sys.modules.keys()  # the only importers of both
+    changes = {"log__wandb": "offline", "log__tensorboard": True, "eval__every": 2}
+    result = train(settings("tracked", schedule__steps=2, **changes), judge=lambda *_: {"al": 1.5}, progress=False)
     assert list(result.directory.glob("wandb/offline-run-*"))
+    (events,) = (result.directory / "tensorboard").iterdir()
+    for name in (b"loss", b"step_accuracy/2", b"judge/al"):
+        assert name in events.read_bytes()
+    picture = (result.directory / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert not (result.directory.parent / "off" / "curves.png").exists()
 
 
 def test_regression_start_is_better_than_a_random_one(settings):

@@ -16,7 +16,7 @@ import json, sys
 from train.config import parse_config
 from train.loop import train
 config, stop = parse_config(json.loads(sys.argv[1])), int(sys.argv[2])
-train(config, judge=lambda draft: {"al": 1.0}, progress=False, stop_after=stop)
+train(config, judge=lambda draft, target: {"al": 1.0}, progress=False, stop_after=stop)
 """
 
 
