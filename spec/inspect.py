@@ -9,6 +9,7 @@ from rich.table import Table
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.inspection import (
+    CACHE_TYPES,
     CONTEXTS,
     CacheNeed,
     CheckpointReport,
@@ -39,7 +40,7 @@ def run(target: str, console: Console | None = None) -> bool:
     formats, caches = format_needs(config), cache_needs(config)
     _print_formats(console, config, formats)
     _print_cache(console, config, caches)
-    _print_gpus(console, formats, caches[:2])
+    _print_gpus(console, config)
     _print_schedule(console, config)
     if directory is None:
         console.print("\nno checkpoint: everything above is from the config alone")
@@ -97,20 +98,19 @@ def _print_cache(console: Console, config: M3Config, caches: list[CacheNeed]) ->
     console.print(f"draft: one layer with {config.num_heads} KV heads in bf16", style="dim")
 
 
-def _print_gpus(console: Console, formats: list[FormatNeed], caches: list[CacheNeed]) -> None:
+def _print_gpus(console: Console, config: M3Config) -> None:
     headings = [f"{size / 10**9:.0f} GB" for size in GPU_SIZES]
     table = _table(
         f"GPUs, a power of two, for one sequence of {' / '.join(_tokens(size) for size in CONTEXTS)}",
         ("weights", "cache"),
         headings,
     )
-    columns = [gpu_table(formats, caches, size) for size in GPU_SIZES]
-    for rows in zip(*columns, strict=True):
-        name, cache, _ = rows[0]
-        table.add_row(name, cache, *(" / ".join(map(str, counts)) for _, _, counts in rows))
+    for name, cache, columns in gpu_table(config, CACHE_TYPES[:2], GPU_SIZES):
+        table.add_row(name, cache, *(" / ".join(str(count or "-") for count in counts) for counts in columns))
     console.print(table)
     console.print(
-        f"weights, cache and the draft's cache over all GPUs; {1 - USABLE:.0%} of each stays free", style="dim"
+        f"split as by spec serve --tp, the draft's cache on the first GPU; {1 - USABLE:.0%} of each stays free",
+        style="dim",
     )
 
 

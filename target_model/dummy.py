@@ -15,7 +15,7 @@ from target_model.model import TargetModel
 from target_model.quantised import QuantisedWeight
 from target_model.quantised_formats import E2M1, Format
 from target_model.shard_loading import check_groups
-from target_model.sharding import Shard, ShardedTarget, local_config, shard_specs
+from target_model.sharding import Shard, ShardedTarget, part_bytes, shard_specs
 from target_model.tensor_names import text_specs
 
 
@@ -87,14 +87,14 @@ def dummy_shard(
     """One process's part of a target with random weights; what the ranks repeat is the same on all of them, except that
     KV heads are not.
     """
-    formats, held = parameter_formats(config, format_name), local_config(config, shard)
-    own_formats = {}
+    formats, own_formats = parameter_formats(config, format_name), {}
     for published, own, region in shard_specs(config, shard):
         form = formats.get(published.destination)
         if form is not None:
             check_groups(published.name, form, region, shard.size)
             own_formats[own.destination] = form
-    check_memory(name, config, dtype, device, formats=own_formats, held=held)
+    part = part_bytes(config, shard, dtype.itemsize, formats=own_formats)
+    check_memory(name, config, dtype, device, formats=own_formats, part=part)
     model = build(config, shard, dtype, formats=own_formats)
     model.materialise(device)
     own, repeated = (torch.Generator(device).manual_seed(number) for number in (seed + 1 + shard.rank, seed))

@@ -3,14 +3,16 @@
 The figures only: `spec/inspect.py` prints them.
 """
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from target_model.cache import DraftKVShape
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.format_coverage import FORMAT_NAMES, checkpoint_bytes, parameter_formats
-from target_model.memory import gpus_needed
+from target_model.memory import USABLE
+from target_model.sharding import Shard, local_config, part_bytes
 from target_model.shards import INDEX, SINGLE, StoredTensor, claimed_size, damage, read_headers, read_index
 from target_model.sizes import cache_bytes_per_token, count_parameters, weight_bytes
 from target_model.stored_weights import compare_tensors
@@ -30,7 +32,8 @@ PARTS = (
 )
 CONTEXTS = (32 * 1024, 128 * 1024, 512 * 1024, 1024 * 1024)
 # (name, bytes of an element of K and V, of index K)
-CACHE_TYPES = (("bf16", 2, 2), ("fp8 KV", 1, 2), ("fp8 KV and index K", 1, 1))
+CacheType = tuple[str, int, int]
+CACHE_TYPES: tuple[CacheType, ...] = (("bf16", 2, 2), ("fp8 KV", 1, 2), ("fp8 KV and index K", 1, 1))
 
 
 @dataclass(frozen=True)
@@ -68,20 +71,60 @@ def format_needs(config: M3Config) -> list[FormatNeed]:
     ]
 
 
-def cache_needs(config: M3Config, draft: DraftKVShape | None = None) -> list[CacheNeed]:
-    """Every cache type's bytes. Without `draft`, one layer with as many KV heads as the target has query heads."""
-    draft = draft or DraftKVShape(config.num_heads, config.head_dim)
-    kept = 2 * draft.num_kv_heads * draft.head_dim * 2
-    return [CacheNeed(name, cache_bytes_per_token(config, main, index), kept) for name, main, index in CACHE_TYPES]
+def cache_needs(config: M3Config) -> list[CacheNeed]:
+    """Every cache type's bytes."""
+    draft = draft_bytes_per_token(config)
+    return [CacheNeed(name, cache_bytes_per_token(config, main, index), draft) for name, main, index in CACHE_TYPES]
 
 
-def gpu_table(formats: list[FormatNeed], caches: list[CacheNeed], gpu_bytes: int) -> list[tuple[str, str, list[int]]]:
-    """(format, cache type, GPUs for each of CONTEXTS): one sequence of that length beside weights and draft cache."""
-    rows = []
-    for need in formats:
-        for cache in caches:
-            counts = [gpus_needed(need.loaded + size * (cache.target + cache.draft), gpu_bytes) for size in CONTEXTS]
-            rows.append((need.name, cache.name, counts))
+def draft_bytes_per_token(config: M3Config) -> int:
+    """Bytes of one layer in bf16 with as many KV heads as the target has query heads."""
+    return 2 * config.num_heads * config.head_dim * 2
+
+
+@dataclass(frozen=True)
+class Split:
+    """A target over so many GPUs: bytes of the weights on each, and its config."""
+
+    gpus: int
+    weights: int
+    config: M3Config
+
+
+def splits(config: M3Config, name: str) -> list[Split]:
+    """Every power of two of GPUs that the target divides over in this format, one included."""
+    formats, found, gpus = parameter_formats(config, name), [], 1
+    while gpus <= config.num_heads:
+        with contextlib.suppress(UserError):
+            shard = Shard(0, gpus)
+            local = local_config(config, shard)
+            if parameter_formats(local, name) == formats:  # else a group of columns would be cut
+                found.append(Split(gpus, part_bytes(config, shard, 2, formats=formats), local))
+        gpus *= 2
+    return found
+
+
+def gpu_table(
+    config: M3Config, cache_types: Sequence[CacheType], gpu_sizes: Sequence[int]
+) -> list[tuple[str, str, list[list[int | None]]]]:
+    """(format, cache type, for each size of GPU: how many for each of CONTEXTS): for one sequence of that length, the
+    target split as `spec serve --tp` does it. The first GPU also holds the draft's cache. None: no number will do.
+    """
+    draft, rows = draft_bytes_per_token(config), []
+    for name in FORMAT_NAMES:
+        parts = splits(config, name)
+        for cache, main, index in cache_types:
+            held = [
+                (part.gpus, part.weights, cache_bytes_per_token(part.config, main, index) + draft) for part in parts
+            ]
+            counts = [
+                [
+                    next((gpus for gpus, weights, token in held if weights + context * token <= size * USABLE), None)
+                    for context in CONTEXTS
+                ]
+                for size in gpu_sizes
+            ]
+            rows.append((name, cache, counts))
     return rows
 
 

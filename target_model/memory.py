@@ -44,12 +44,14 @@ def check_memory(
     *,
     language_only: bool = True,
     formats: Mapping[str, Format] | None = None,
-    held: M3Config | None = None,
+    part: int | None = None,
 ) -> None:
-    """Raises UserError when the weights, those in `formats` quantised, cannot fit `device`. `held` is the config of
-    the part that this process loads; None: all of it.
+    """Raises UserError when the weights, those in `formats` quantised, cannot fit `device`. `part`: bytes of what this
+    process loads of them; None: all.
     """
-    needed = weight_bytes(held or config, dtype.itemsize, language_only=language_only, formats=formats)
+    needed = part
+    if needed is None:
+        needed = weight_bytes(config, dtype.itemsize, language_only=language_only, formats=formats)
     if needed < _SMALL:
         return
     device = torch.device(device)

@@ -15,7 +15,7 @@ from target_model.memory import check_memory
 from target_model.quantised import common_formats
 from target_model.quantised_formats import Format
 from target_model.resolve import resolve_target
-from target_model.sharding import Shard, ShardedTarget, local_config, shard_specs
+from target_model.sharding import Shard, ShardedTarget, check_shard, part_bytes, shard_specs
 from target_model.shards import read_headers
 from target_model.stored_weights import StoredWeight
 from target_model.tensor_names import Region
@@ -37,7 +37,8 @@ def load_shard(
     Raises UserError where `load_target` does, and for a target that cannot be split so.
     """
     resolved = resolve_target(str(name_or_path))
-    config, held = resolved.config, local_config(resolved.config, shard)
+    config = resolved.config
+    check_shard(config, shard)
     stored = read_headers(resolved.path)
     present = {weight.spec.name: weight for weight in check_tensors(config, stored, resolved.path)}
     wanted = plan_reads(config, shard, present)
@@ -45,7 +46,8 @@ def load_shard(
         wanted += [Wanted(weight, weight.spec) for weight in present.values() if weight.spec.is_vision]
     vision = any(each.spec.is_vision for each in wanted)
     formats = common_formats((each.spec.destination, each.weight.form) for each in wanted)
-    check_memory(resolved.name, config, dtype, device, language_only=not vision, formats=formats, held=held)
+    part = part_bytes(config, shard, dtype.itemsize, language_only=not vision, formats=formats)
+    check_memory(resolved.name, config, dtype, device, formats=formats, part=part)
     model = build(config, shard, dtype, vision=vision, formats=formats)
     model.materialise(device)
     # One of the ranks that load at the same time shows how far they are.

@@ -26,6 +26,7 @@ from target_model.model import TargetModel
 from target_model.moe import MixtureOfExperts
 from target_model.quantised import quantise_parameters
 from target_model.quantised_formats import Format
+from target_model.sizes import weight_bytes
 from target_model.tensor_names import Region, TensorSpec, text_specs
 
 
@@ -128,6 +129,25 @@ def _part(extent: int, kept: int, shard: Shard) -> tuple[int, int]:
     """Where a rank's `kept` of `extent` begin and end. Fewer parts than ranks: neighbours hold the same one."""
     start = shard.rank * (extent // kept) // shard.size * kept
     return start, start + kept
+
+
+def part_bytes(
+    config: M3Config,
+    shard: Shard,
+    element_size: int,
+    *,
+    language_only: bool = True,
+    formats: Mapping[str, Format] | None = None,
+) -> int:
+    """Bytes of what a process holds, as `weight_bytes` counts them; `formats` names parameters of the part."""
+    local, layers = local_config(config, shard), shard.layers(config)
+    total = weight_bytes(local, element_size, language_only=language_only, formats=formats)
+    # The local config has the router of its own experts only, and both ends whole.
+    elsewhere = config.num_experts - local.num_experts
+    total += sum(local.moe_layers) * elsewhere * (config.hidden_size + 1) * 4
+    end = config.vocab_size * config.hidden_size * element_size
+    total -= end - (end // shard.size if layers.stop == config.num_layers else 0)
+    return total - (end if layers.start else 0)
 
 
 class ShardedExperts(MixtureOfExperts):

@@ -13,7 +13,15 @@ from spec.cli import app
 from spec.inspect import run
 from target_model.config import M3Config
 from target_model.errors import UserError
-from target_model.inspection import cache_needs, format_needs, gpu_table, inspect_checkpoint, schedule
+from target_model.inspection import (
+    CACHE_TYPES,
+    cache_needs,
+    format_needs,
+    gpu_table,
+    inspect_checkpoint,
+    schedule,
+    splits,
+)
 from target_model.quantise_checkpoint import quantise_checkpoint
 from target_model.resolve import PUBLISHED_CONFIGS, target_config
 from tests.fixtures import TINY_VISION, published_json, tiny_config, write_checkpoint
@@ -74,12 +82,18 @@ def test_cache_and_gpus():
     config = target_config("MiniMax-M3")
     assert [need.target / 1024 for need in cache_needs(config)] == [134.25, 74.25, 67.125]
     assert cache_needs(config)[0].draft == 32 * 1024
-    rows = {
-        (name, cache): counts
-        for name, cache, counts in gpu_table(format_needs(config), cache_needs(config), 141 * 10**9)
-    }
-    assert rows["bf16", "bf16"] == [8, 8, 8, 16]
-    assert rows["mxfp4", "bf16"][0] == 2
+    rows = {(name, cache): counts for name, cache, counts in gpu_table(config, CACHE_TYPES, (80 * 10**9, 141 * 10**9))}
+    assert rows["bf16", "bf16"][1] == [8, 8, 16, 32]
+    assert rows["mxfp4", "bf16"][1][0] == 2
+    # A million tokens of the draft, 32 KiB each, and of one KV head with index K, 44.25 KiB, exceed 72 GB alone.
+    assert rows["mxfp4", "bf16"][0] == [4, 8, 16, None]
+
+
+def test_splits():
+    """64 GPUs would cut groups of 32 columns of the shared expert."""
+    config = target_config("MiniMax-M3")
+    assert [split.gpus for split in splits(config, "bf16")] == [1, 2, 4, 8, 16, 32, 64]
+    assert [split.gpus for split in splits(config, "mxfp4")] == [1, 2, 4, 8, 16, 32]
 
 
 def test_schedule_shows_reuse():

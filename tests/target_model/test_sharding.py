@@ -11,9 +11,11 @@ from torch import Tensor
 from target_model.checkpoint import load_target
 from target_model.config import M3Config
 from target_model.errors import UserError
+from target_model.format_coverage import parameter_formats
+from target_model.pipeline import PipelineStage
 from target_model.quantise_checkpoint import quantise_checkpoint
 from target_model.shard_loading import load_shard
-from target_model.sharding import Shard, local_config, shard_specs
+from target_model.sharding import Shard, local_config, part_bytes, shard_specs
 from target_model.sizes import cache_bytes_per_token
 from target_model.tensor_names import text_specs
 from tests.fixtures import tiny_config, write_checkpoint
@@ -157,6 +159,23 @@ def test_the_parts_of_minimax_m3_are_the_whole(size: int, stages: int):
 
 def _area(region: tuple[tuple[int, int], ...]) -> int:
     return torch.Size(stop - start for start, stop in region).numel()
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("shard", [Shard(0, 8), Shard(3, 4, 0, 30), Shard(0, 1, 30, 60)])
+def test_bytes_of_a_part(name: str, shard: Shard):
+    config = M3Config.from_json("configs/minimax-m3.json")
+    formats = parameter_formats(local_config(config, shard), name)
+    part = PipelineStage(
+        config,
+        shard,
+        torch.bfloat16,
+        previous=1 if shard.first else None,
+        following=None if shard.end in (None, 60) else 2,
+        formats=formats,
+    )
+    held = sum(parameter.numel() * parameter.element_size() for parameter in part.parameters())
+    assert held == part_bytes(config, shard, 2, formats=formats)
 
 
 def test_a_rank_keeps_the_cache_of_its_heads():
