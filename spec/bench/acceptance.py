@@ -22,6 +22,7 @@ from spec.bench.sweep import Condition, Contender, Row, sweep
 from spec.bench.tables import print_definitions, print_rows
 from spec.pair import Pair, pairs_of
 from spec.suites import Prompt, Suite, load_suite
+from spec.tree_file import read_tree
 from target_model.errors import UserError, atomic_write
 
 MAX_CHAIN = 16
@@ -69,13 +70,14 @@ class Outputs:
     costs: Path | None = None
 
 
-def parse_shapes(chain: str, trees: list[str] | None) -> tuple[TreeConfig, ...]:
+def parse_shapes(chain: str, trees: list[str] | None, files: list[Path] | None = None) -> tuple[TreeConfig, ...]:
     """Chains from "1..8", "1,3" or "none"; trees from "depth,width,nodes" texts, ["none"] for no tree, None for the
-    server's default."""
+    server's default; and trees from files."""
     shapes = [] if chain == "none" else [TreeConfig.chain(length) for length in _chain_lengths(chain)]
     for text in [None] if trees is None else trees:
         if text != "none":
             shapes.append(TreeConfig() if text is None else TreeConfig.parse(text))
+    shapes += map(read_tree, files or ())
     if not shapes:
         raise UserError("nothing to measure: both --chain and --tree are none")
     return tuple(dict.fromkeys(shapes))

@@ -10,68 +10,66 @@ from spec.commands.options import Device, Draft, Seed, Target, draft_name
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
 
+DRAFTS = typer.Option(help="eagle3 (resolved by target), a directory, or a hub id; repeatable. Default: eagle3.")
+SUITES = typer.Option(
+    help="mt_bench, humaneval, gsm_symbolic, or a JSONL or Parquet file, also of Spec-Bench or SPEED-Bench; repeatable. "
+    "Default: the three."
+)
+PROMPTS = typer.Option(min=1, help="Prompts of each suite, from the first.")
+TURNS = typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. Default: all.")
+TOKENS = typer.Option(min=2, help="New tokens for each turn, at most.")
+CHAIN = typer.Option(help="Chain lengths k: 3, or 1..8, or 1,3,5, or none.")
+TREE = typer.Option(help="Tree as depth,width,nodes (root counted), or none; repeatable. Default: the server's.")
+TREE_FILE = typer.Option(help="A tree that spec tune tree wrote; repeatable, besides the others.")
+TEMPERATURE = typer.Option(help="Temperatures, comma separated. 1 is always shown.")
+TOP_P = typer.Option(help="Above temperature 0.")
+TOP_K = typer.Option(help="Above temperature 0; 0: off.")
+THINKING = typer.Option(help="off, on, or both.")
+CONCURRENCY = typer.Option(help="Requests at a time, comma separated: they start together, in groups.")
+REPEATS = typer.Option(min=1, help="Seeds for each sampled prompt.")
+ANALYSE = typer.Option(
+    "--analyse", help="Record what the draft proposes at every position: where it errs, what other trees bring."
+)
+COSTS = typer.Option(help="With --analyse: costs of a step on another machine, as JSON.", dir_okay=False)
+AGAINST = typer.Option(help="plain: exit code 1 when a greedy answer differs from plain decoding's.")
+JSON = typer.Option(help="Write everything measured to this file.")
+REPORT = typer.Option(help="Write a report to this directory: HTML, PNG, JSON, CSV.")
+
+
 @bench.command()
 def acceptance(
     target: Target = "m3-tiny",
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(help="Draft: eagle3 (resolved by target), a directory, or a hub id; repeatable. Default: eagle3."),
-    ] = None,
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="mt_bench, humaneval, gsm_symbolic, or a JSONL or Parquet file, also of Spec-Bench or SPEED-Bench; "
-            "repeatable. Default: the three."
-        ),
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each suite, from the first.")] = 10,
-    turns: Annotated[
-        int | None, typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. Default: all.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="New tokens for each turn, at most.")] = 96,
-    chain: Annotated[str, typer.Option(help="Chain lengths k: 3, or 1..8, or 1,3,5, or none.")] = "1..8",
-    tree: Annotated[
-        list[str] | None,
-        typer.Option(help="Tree as depth,width,nodes (root counted), or none; repeatable. Default: the server's."),
-    ] = None,
-    tree_file: Annotated[
-        list[Path] | None, typer.Option(help="A tree that spec tune tree wrote; repeatable, besides the others.")
-    ] = None,
-    temperature: Annotated[str, typer.Option(help="Temperatures, comma separated. 1 is always shown.")] = "0,1",
-    top_p: Annotated[float, typer.Option(help="Above temperature 0.")] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Above temperature 0; 0: off.")] = 40,
-    thinking: Annotated[str, typer.Option(help="off, on, or both.")] = "off",
-    concurrency: Annotated[str, typer.Option(help="Requests at a time, comma separated.")] = "1",
+    draft: Annotated[list[str] | None, DRAFTS] = None,
+    suite: Annotated[list[str] | None, SUITES] = None,
+    prompts: Annotated[int, PROMPTS] = 10,
+    turns: Annotated[int | None, TURNS] = None,
+    tokens: Annotated[int, TOKENS] = 96,
+    chain: Annotated[str, CHAIN] = "1..8",
+    tree: Annotated[list[str] | None, TREE] = None,
+    tree_file: Annotated[list[Path] | None, TREE_FILE] = None,
+    temperature: Annotated[str, TEMPERATURE] = "0,1",
+    top_p: Annotated[float, TOP_P] = 0.95,
+    top_k: Annotated[int, TOP_K] = 40,
+    thinking: Annotated[str, THINKING] = "off",
+    concurrency: Annotated[str, CONCURRENCY] = "1",
     seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds for each sampled prompt.")] = 1,
+    repeats: Annotated[int, REPEATS] = 1,
     device: Device = "auto",
-    analyse: Annotated[
-        bool,
-        typer.Option(
-            "--analyse", help="Record what the draft proposes at every position: where it errs, what other trees bring."
-        ),
-    ] = False,
-    costs: Annotated[
-        Path | None, typer.Option(help="With --analyse: costs of a step on another machine, as JSON.", dir_okay=False)
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="plain: exit code 1 when a greedy answer differs from plain decoding's.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write a report to this directory: HTML, PNG, JSON, CSV.")] = None,
+    analyse: Annotated[bool, ANALYSE] = False,
+    costs: Annotated[Path | None, COSTS] = None,
+    against: Annotated[str | None, AGAINST] = None,
+    json: Annotated[Path | None, JSON] = None,
+    report: Annotated[Path | None, REPORT] = None,
 ) -> None:
     """How many drafted tokens the target accepts, and the speed-up over plain decoding in the same run."""
     from spec.bench import acceptance as benchmark
     from spec.suites import BENCHMARKS
-    from spec.tree_file import read_tree
     from target_model.errors import UserError
 
     if against not in (None, "plain"):
         raise UserError(f"--against must be plain, got {against!r}")
     if costs is not None and not analyse:
         raise UserError("--costs is read with --analyse only")
-    files = [read_tree(path) for path in tree_file or ()]
-    shapes = [] if files and chain == "none" and tree == ["none"] else benchmark.parse_shapes(chain, tree)
     settings = benchmark.Settings(
         target=target,
         drafts=tuple(dict.fromkeys(draft or ["eagle3"])),
@@ -79,7 +77,7 @@ def acceptance(
         prompts=prompts,
         turns=turns,
         tokens=tokens,
-        shapes=tuple(dict.fromkeys([*shapes, *files])),
+        shapes=benchmark.parse_shapes(chain, tree, tree_file),
         temperatures=benchmark.with_one(benchmark.parse_temperatures(temperature)),
         top_p=top_p,
         top_k=top_k,
@@ -129,7 +127,7 @@ def quantization(
     rows: Annotated[int, typer.Option(min=1, help="Rows of the bundled excerpt of validation text.")] = 46,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts for acceptance.")] = 8,
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of a row, at most.")] = 768,
-    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """What quantised weights and fp8 caches cost: weight error, perplexity, agreement, acceptance."""
     from spec.bench.quantization import run
@@ -169,7 +167,7 @@ def serve(
         int, typer.Option(min=0, max=60, help="Meanwhile have a prompt of this many MB tokenised, and time /health.")
     ] = 0,
     api_key: Annotated[str | None, typer.Option(help="The server's key.", envvar="SPEC_API_KEY")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """Latency, throughput and acceptance of any OpenAI-compatible server. Exit code 1 when a request fails."""
     from spec.bench import serving

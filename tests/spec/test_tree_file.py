@@ -4,6 +4,7 @@ import pytest
 
 from serve.tree import TreeConfig
 from spec import cli
+from spec.bench.acceptance import parse_shapes
 from spec.tree_file import read_tree, write_tree
 from target_model.errors import UserError
 
@@ -36,6 +37,13 @@ def test_a_bad_file_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         read_tree(path)
+
+
+def test_the_benchmark_takes_it(tmp_path):
+    path, shape = tmp_path / "tree.yaml", TreeConfig.static([(0,), (1,), (0, 0)])
+    write_tree(path, shape, {})
+    assert parse_shapes("none", ["none"], [path]) == (shape,)
+    assert parse_shapes("2", ["none"], [path, path]) == (TreeConfig.chain(2), shape)
 
 
 def test_spec_serve_takes_it(monkeypatch, capsys, tmp_path):
