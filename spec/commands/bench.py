@@ -12,8 +12,8 @@ bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
 DRAFTS = typer.Option(help="eagle3 (resolved by target), a directory, or a hub id; repeatable. Default: eagle3.")
 SUITES = typer.Option(
-    help="mt_bench, humaneval, gsm_symbolic, or a JSONL or Parquet file, also of Spec-Bench or SPEED-Bench; repeatable. "
-    "Default: the three."
+    help="mt_bench, humaneval, gsm_symbolic, or a JSONL or Parquet file, also of Spec-Bench or SPEED-Bench; "
+    "repeatable. Default: the three."
 )
 PROMPTS = typer.Option(min=1, help="Prompts of each suite, from the first.")
 TURNS = typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. Default: all.")
@@ -149,10 +149,7 @@ def kernels(
 def serve(
     url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask. Default: the first that the server lists.")] = None,
-    suite: Annotated[
-        list[str] | None,
-        typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file; repeatable. Default: all three."),
-    ] = None,
+    suite: Annotated[list[str] | None, SUITES] = None,
     requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests to send.")] = 64,
     concurrency: Annotated[int | None, typer.Option(min=1, max=4096, help="Requests at a time. Default: 8.")] = None,
     rate: Annotated[
