@@ -149,7 +149,7 @@ def _print_compared(console: Console, compared: dict[str, Any], first: str, seco
 def _difference_table(title: str, rows: list[dict[str, Any]], values: str, differences: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     for heading in ("suite", "shape", "asked"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("A", "B", "B - A", "95 %", "p", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -173,7 +173,7 @@ def _print_published(console: Console, compared: dict[str, Any]) -> None:
     for curve in dict.fromkeys(row["curve"] for row in compared["rows"]):
         table = Table(title=curve, title_justify="left", title_style="bold", box=None)
         for heading in ("suite", "shape", "asked"):
-            table.add_column(heading)
+            table.add_column(heading, overflow="fold")
         for heading in ("AL", "95 %", "published", "difference", ""):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in (row for row in compared["rows"] if row["curve"] == curve):
