@@ -26,6 +26,7 @@ from serve.logs import log_to_stderr
 from serve.metrics import Metrics
 from serve.middleware import Gate
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
+from serve.openapi import describe
 from serve.page import add_page
 from serve.prompt import render
 from serve.service import Service, Settings
@@ -178,6 +179,7 @@ def create_app(service: Service) -> FastAPI:
     _add_tokens(app, service)
     _add_state(app, service)
     add_page(app)
+    describe(app)
     return app
 
 

@@ -1,0 +1,44 @@
+"""schemathesis reads the OpenAPI description and sends what it makes of it: no answer is a fault of the server."""
+
+import httpx
+import pytest
+
+from serve.openapi import BODIES
+from tests.serve.fake_engine import saying, service
+from tests.serve.http_client import serving
+
+pytestmark = pytest.mark.slow
+schemathesis = pytest.importorskip(
+    "schemathesis", reason="schemathesis is not installed: pip install -e '.[interop-clients]'"
+)
+hypothesis = pytest.importorskip("hypothesis")
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(service(saying("Hello there"))) as url:
+        yield url
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies(url, path):
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operation = schema[path]["POST"]
+    modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+    statuses = set()
+    for mode in modes:
+
+        @hypothesis.settings(
+            max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def send(case):
+            response = case.call(base_url=url)
+            statuses.add(response.status_code)
+            assert response.status_code < 500, response.text
+            if response.status_code >= 400:
+                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+        send()
+    assert {200, 400} <= statuses
+    assert httpx.get(f"{url}/health").status_code == 200
