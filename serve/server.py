@@ -1,5 +1,6 @@
 """The HTTP server: an OpenAI-compatible API in front of one engine."""
 
+import asyncio
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -101,19 +102,34 @@ def run(options: ServeOptions) -> None:
             max_open=options.max_open,
         )
         print(greeting(service, description, listener), flush=True)
+        # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        DrainingServer(service).run(sockets=[listener])
+    finally:
+        listener.close()
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends in good order: open requests may go on for the drain timeout, what is left then gets an error as its answer,
+    or as the last event of its stream."""
+
+    def __init__(self, service: Service):
+        self._service = service
         config = uvicorn.Config(
             create_app(service),
             log_config=None,
             access_log=False,
             # Longer than clients keep a connection, so that the server does not close one in which a request is coming.
             timeout_keep_alive=120,
-            timeout_graceful_shutdown=int(options.settings.drain_timeout),
+            # For clients that do not read: everybody else has an end by then.
+            timeout_graceful_shutdown=service.settings.drain_timeout + 5,
         )
-        # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        listener.close()
+        super().__init__(config)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(self._service.engine.drain(self._service.settings.drain_timeout))
+        await super().shutdown(sockets)
+        await draining
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -34,7 +34,7 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     max_body: int = 64 * 2**20
     request_timeout: float = 3600.0
-    drain_timeout: float = 30.0
+    drain_timeout: int = 30
     pictures: PictureLimits = field(default_factory=PictureLimits)
 
 

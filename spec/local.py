@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import uvicorn
-
 from serve.engine import Engine
 from serve.load import Description
-from serve.server import bind, create_app, make_service
+from serve.server import DrainingServer, bind, make_service
 from serve.service import Settings
 from target_model.tokenizer import Tokenizer
 
@@ -26,10 +24,9 @@ class Address:
 def local_server(engine: Engine, tokenizer: Tokenizer, description: Description) -> Iterator[Address]:
     """Serves until the block ends, to whoever has the key, which is drawn here."""
     key = secrets.token_hex(16)
-    service = make_service(engine, tokenizer, description, settings=Settings(api_keys=(key,)))
+    service = make_service(engine, tokenizer, description, settings=Settings(api_keys=(key,), drain_timeout=0))
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = DrainingServer(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="server", daemon=True)
     thread.start()
     try:

@@ -45,6 +45,9 @@ PROCESSES = typer.Option(
 )
 LANGUAGE_ONLY = typer.Option("--language-only", help="Leave the vision tower on disk: no pictures.")
 API_KEY = typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False)
+MAX_BODY = typer.Option(min=0.001, help="Largest body of a request, in MB of 2**20 bytes.")
+REQUEST_TIMEOUT = typer.Option(min=0.1, help="Seconds after which a request is ended with an error.")
+DRAIN_TIMEOUT = typer.Option(min=0, help="Seconds that open requests have when the server is told to stop.")
 
 
 def serve(
@@ -74,6 +77,9 @@ def serve(
     pictures: Annotated[Path | None, PICTURES] = None,
     language_only: Annotated[bool, LANGUAGE_ONLY] = False,
     api_key: Annotated[list[str] | None, API_KEY] = None,
+    max_body_mb: Annotated[float, MAX_BODY] = 64,
+    request_timeout: Annotated[float, REQUEST_TIMEOUT] = 3600,
+    drain_timeout: Annotated[int, DRAIN_TIMEOUT] = 30,
 ) -> None:
     """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
     import torch
@@ -116,6 +122,12 @@ def serve(
         max_open=max_open,
         language_only=language_only,
         tensor_parallel=tensor_parallel,
-        settings=Settings(api_keys=tuple(api_key or ()), pictures=PictureLimits(pictures)),
+        settings=Settings(
+            api_keys=tuple(api_key or ()),
+            max_body=int(max_body_mb * 2**20),
+            request_timeout=request_timeout,
+            drain_timeout=drain_timeout,
+            pictures=PictureLimits(pictures),
+        ),
     )
     run(options)

@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
-import uvicorn
 
-from serve.server import bind, create_app
+from serve.server import DrainingServer, bind, create_app
 from serve.service import Service
 
 
@@ -46,10 +45,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 def serving(service: Service) -> Iterator[str]:
     """A real server on a free port; yields its URL."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(
-        create_app(service), log_config=None, access_log=False, timeout_keep_alive=120, timeout_graceful_shutdown=5
-    )
-    server = uvicorn.Server(config)
+    server = DrainingServer(service)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from serve.logs import JsonLines
 from serve.request import Request, SamplingParams
 from serve.server import bind
 from serve.service import Settings
+from spec import cli
 from target_model.errors import UserError
 from tests.serve.fake_engine import FakeEngine, saying, service
 from tests.serve.http_client import ask, client, serving
@@ -77,6 +79,31 @@ def test_shutting_down_lets_open_requests_end():
     assert rest[-1] == "[DONE]"
     assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
     assert not made.engine.healthy
+
+
+def test_what_outlasts_the_shutdown_gets_an_error(caplog):
+    """As the answer, or as the last event of the stream; and nothing of it is a fault in the log."""
+    made = service(FakeEngine(lambda request: [50], seconds=0.005, context=10**6), settings=Settings(drain_timeout=0))
+    server, answers = contextlib.ExitStack(), {}
+    url = server.enter_context(serving(made))
+
+    def ask_for(stream: bool) -> None:
+        body = {**ENDLESS, "max_tokens": 10**6, "stream": stream}
+        answers[stream] = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=60)
+
+    clients = [threading.Thread(target=ask_for, args=(stream,)) for stream in (False, True)]
+    for one in clients:
+        one.start()
+    while len(made.engine.engine.requests) < 2 or not made.engine.engine.steps:
+        time.sleep(0.01)
+    server.close()
+    for one in clients:
+        one.join()
+    assert answers[False].status_code == 503
+    last = answers[True].text.strip().split("\n\n")[-1].removeprefix("data: ")
+    for error in (answers[False].json()["error"], json.loads(last)["error"]):
+        assert error["message"] == "the server is shutting down"
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_drain_refuses_new_requests_and_drops_what_outlasts_it():
@@ -176,6 +203,17 @@ def test_cors_is_off():
 
     for response in asyncio.run(run()):
         assert not [name for name in response.headers if name.lower().startswith("access-control")]
+
+
+def test_limits_of_the_command(monkeypatch):
+    given = []
+    monkeypatch.setattr("serve.server.run", given.append)
+    options = "--api-key a --api-key b --max-body-mb 0.5 --request-timeout 7.5 --drain-timeout 3"
+    monkeypatch.setattr(sys, "argv", ["spec", "serve", *options.split()])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert given[0].host == "127.0.0.1"
+    assert given[0].settings == Settings(("a", "b"), max_body=2**19, request_timeout=7.5, drain_timeout=3)
 
 
 @pytest.mark.slow
