@@ -31,12 +31,15 @@ THINKING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; see `spec bench acceptance --help`. turns: of a prompt, at most; None: all of them."""
+    """What to measure; see `spec bench acceptance --help`. Of every suite the first `prompts` of each `stride`-th prompt,
+    and of each at most `turns` turns, None: all of them.
+    """
 
     target: str
     drafts: tuple[str, ...]
     suites: tuple[str, ...]
     prompts: int
+    stride: int
     turns: int | None
     tokens: int
     shapes: tuple[TreeConfig, ...]
@@ -135,7 +138,7 @@ def run(settings: Settings, outputs: Outputs) -> bool:
     greedy answer equals plain decoding's.
     """
     console = Console()
-    suites = [_cut(load_suite(name, settings.prompts), settings.turns) for name in settings.suites]
+    suites = [_chosen(load_suite(name), settings) for name in settings.suites]
     if len({suite.name for suite in suites}) < len(suites):
         raise UserError("two suites have one name: give their files different names")
     SamplingParams(top_p=settings.top_p, top_k=settings.top_k)  # refuses what is out of range
@@ -162,8 +165,9 @@ def run(settings: Settings, outputs: Outputs) -> bool:
     return same == asked
 
 
-def _cut(suite: Suite, turns: int | None) -> Suite:
-    return replace(suite, prompts=tuple(replace(prompt, turns=prompt.turns[:turns]) for prompt in suite.prompts))
+def _chosen(suite: Suite, settings: Settings) -> Suite:
+    prompts = suite.prompts[:: settings.stride][: settings.prompts]
+    return replace(suite, prompts=tuple(replace(prompt, turns=prompt.turns[: settings.turns]) for prompt in prompts))
 
 
 def _measure(

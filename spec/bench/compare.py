@@ -18,7 +18,7 @@ from target_model.errors import UserError, atomic_write
 PUBLISHED = "published"
 LEVEL = 0.05
 SAME = ("suite", "label", "temperature", "top_p", "top_k", "thinking", "concurrency")
-SETTINGS = ("target", "tokens", "turns", "seed", "repeats", "device")
+SETTINGS = ("target", "tokens", "turns", "stride", "seed", "repeats", "device")
 
 
 def run(first: Path, second: str, path: Path | None) -> None:

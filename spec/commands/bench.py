@@ -16,6 +16,7 @@ SUITES = typer.Option(
     "repeatable. Default: the three."
 )
 PROMPTS = typer.Option(min=1, help="Prompts of each suite, from the first.")
+STRIDE = typer.Option(min=1, help="Take every n-th prompt only: MT-Bench's first ten are all of one category.")
 TURNS = typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. Default: all.")
 TOKENS = typer.Option(min=2, help="New tokens for each turn, at most.")
 CHAIN = typer.Option(help="Chain lengths k: 3, or 1..8, or 1,3,5, or none.")
@@ -42,6 +43,7 @@ def acceptance(
     draft: Annotated[list[str] | None, DRAFTS] = None,
     suite: Annotated[list[str] | None, SUITES] = None,
     prompts: Annotated[int, PROMPTS] = 10,
+    stride: Annotated[int, STRIDE] = 1,
     turns: Annotated[int | None, TURNS] = None,
     tokens: Annotated[int, TOKENS] = 96,
     chain: Annotated[str, CHAIN] = "1..8",
@@ -75,6 +77,7 @@ def acceptance(
         drafts=tuple(dict.fromkeys(draft or ["eagle3"])),
         suites=tuple(suite or BENCHMARKS),
         prompts=prompts,
+        stride=stride,
         turns=turns,
         tokens=tokens,
         shapes=benchmark.parse_shapes(chain, tree, tree_file),

@@ -15,6 +15,7 @@ SETTINGS = Settings(
     drafts=("eagle3",),
     suites=("mt_bench",),
     prompts=12,
+    stride=1,
     turns=None,
     tokens=96,
     shapes=(TreeConfig.chain(1), TreeConfig.chain(3)),

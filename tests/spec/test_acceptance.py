@@ -191,21 +191,22 @@ def test_several_drafts_share_one_target(untrained_draft, tmp_path):
 
 def test_command_prints_tables_and_json(monkeypatch, capsys, tmp_path, untrained_draft):
     target = tmp_path / "deep" / "result.json"
-    arguments = f"bench acceptance --draft {untrained_draft} --suite humaneval --prompts 1 --tokens 6 --chain 2"
-    arguments += " --tree 2,2,5 --against plain"
+    arguments = f"bench acceptance --draft {untrained_draft} --suite humaneval --tokens 6 --chain 2"
+    arguments += " --tree 2,2,5 --stride 79 --prompts 2 --against plain"
     monkeypatch.setattr("sys.argv", ["spec", *arguments.split(), "--temperature", "0", "--json", str(target)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert not stop.value.code
     out = capsys.readouterr().out
-    assert "bonus" in out and "1/1" in out  # the definitions, and the greedy check
+    assert "bonus" in out and "2/2" in out  # the definitions, and the greedy check
     result = json.loads(target.read_text())
     assert [(row["label"], row["temperature"]) for row in result["rows"]] == [
         ("chain 2", 0.0), ("tree 2,2,5", 0.0), ("chain 2", 1.0), ("tree 2,2,5", 1.0)
     ]  # fmt: skip
     for row in result["rows"]:
-        assert row["identical_to_plain"] == row["prompts"] == 1
-        assert row["steps"] == sum(row["histogram"]) and row["emitted"] == row["tokens"] - 1
+        assert row["identical_to_plain"] == row["prompts"] == 2
+        assert row["by_answer"]["prompt"] == ["HumanEval/0", "HumanEval/79"]
+        assert row["steps"] == sum(row["histogram"]) and row["emitted"] == row["tokens"] - 2
     last = json.loads(out.strip().splitlines()[-1])
     assert last["AL"]["humaneval"]["chain 2, T = 0"] == pytest.approx(result["rows"][0]["AL"], abs=1e-4)
     assert list(target.parent.iterdir()) == [target]
