@@ -31,7 +31,7 @@ THINKING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure; see `spec bench acceptance --help`. Of every suite the first `prompts` of each `stride`-th prompt,
+    """What to measure; see `spec bench acceptance --help`. Of every suite each `stride`-th prompt, `prompts` of them,
     and of each at most `turns` turns, None: all of them.
     """
 
