@@ -133,12 +133,17 @@ class ScheduleConfig(_Section):
 class FeatureConfig(_Section):
     cache: bool = Field(False, description="keep captured features in memory, so that later epochs need no target")
     capture_rows: int = Field(16, ge=1, description="rows in one forward pass of the target")
+    stages: int = Field(
+        1, ge=1, description="processes over which the target's layers are spread; divides the number of processes"
+    )
     store: str | None = Field(None, description="directory that `spec capture` filled: rows and features come from it")
 
     @model_validator(mode="after")
     def _one_place(self) -> "FeatureConfig":
         if self.cache and self.store is not None:
             raise ValueError("cache keeps what is captured online, a store needs none: set one of the two")
+        if self.stages > 1 and (self.cache or self.store is not None):
+            raise ValueError("stages spread the target of online features that are not kept: no cache and no store")
         return self
 
 

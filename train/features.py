@@ -87,7 +87,7 @@ class OnlineCapture:
         self.valid_steps = valid_steps(rows.documents, rows.spans, steps)
         self._cache: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
         self._lengths = (rows.documents > 0).sum(-1)
-        self.device = target.embed_tokens.weight.device
+        self.device = target.device
 
     def features(self, indices: np.ndarray) -> Features:
         """The rows `indices`, cut to the longest of them."""
@@ -101,6 +101,10 @@ class OnlineCapture:
         stored = [self._cache[int(i)] for i in indices]
         final, aux = (pad_rows([entry[part] for entry in stored], width).to(self.device) for part in (0, 1))
         return replace(partial, aux=aux, final_state=final)
+
+    def micro_batches(self, parts: list[list[np.ndarray]], rank: int) -> list[Features]:
+        """The micro batches of `rank`, of the rows `parts` [ranks][micro batches] of an optimizer step."""
+        return [self.features(rows) for rows in parts[rank]]
 
     def _fill_cache(self, missing: list[int]) -> None:
         for start in range(0, len(missing), self.capture_rows):

@@ -12,27 +12,22 @@ import torch
 from draft_model.checkpoint import load_draft
 from draft_model.model import Eagle3Draft
 from draft_model.resolve import resolve_draft
-from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from target_model.model import TargetModel
 from target_model.resolve import ResolvedTarget, known_targets, resolve_target
-from target_model.tokenizer import load_tokenizer
-from train.capture import run_taps
 from train.config import TrainConfig
-from train.data import TrainingRows, load_rows
-from train.ends import load_ends
+from train.data import TrainingRows
 from train.engine import DraftEngine, checkpoint_path, processes, resolve_device
-from train.features import OnlineCapture
 from train.flops import peak_flops, step_flops
 from train.initialise import new_draft, set_trainable
 from train.journal import Journal, simulated_length
 from train.loss import StepSums, Teacher, count_rows, step_weights
+from train.origin import Origin, open_origin
 from train.plan import state_bytes
 from train.progress import ProgressDisplay
 from train.regression import start_from_regression
 from train.run import RunFolder
 from train.schedule import DataOrder, learning_rate, share_batch, total_steps
-from train.store import FeatureStore, identity
 from train.window import LogWindow, reduce_sums
 
 # Gets a frozen draft and the run's target, None where the run has none (features from a store).
@@ -80,20 +75,8 @@ def _train(
     stop_after: int | None,
 ) -> TrainResult:
     """The part of a run that needs its processes; whatever refers to them is gone when it returns."""
-    tokenizer = load_tokenizer(resolved.path)
-    display.stage("reading data")
-    store = None if config.features.store is None else FeatureStore(config.features.store)
-    if store is not None:
-        wanted = identity(resolved, tokenizer, run_taps(config, resolved), config.data)
-        store.prepare(wanted, config.ttt.steps, device, dtype)
-    rows = load_rows(config.data, tokenizer, config.seed) if store is None else store.rows
-    display.note(rows.summary())
-    display.stage("loading target")
-    if store is None:
-        target = load_target(config.target, dtype=dtype, device=device)
-    else:
-        target = load_ends(resolved, dtype=dtype, device=device)
-    run = _Run(config, target, rows, store, rank, world, dtype)
+    origin = open_origin(config, resolved, rank, world, device, dtype, display)
+    run = _Run(config, origin, rank, world, dtype)
     try:
         return run.execute(judge, display, stop_after)
     finally:
@@ -103,35 +86,19 @@ def _train(
 class _Run:
     """State of a run in this process."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        target: TargetModel,
-        rows: TrainingRows,
-        store: FeatureStore | None,
-        rank: int,
-        world: int,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, config: TrainConfig, origin: Origin, rank: int, world: int, dtype: torch.dtype):
         self.rank, self.world = rank, world
         self.folder = RunFolder(config, _target_identity(config.target))
         began_with = _from_rank_zero(self.folder.began_with(world) if rank == 0 else None)
         config = config.model_copy(update={"engine": share_batch(config.engine, began_with, world)})
+        rows, target = origin.rows, origin.ends
         self.config = config
         self.device, self.dtype = target.device, dtype
-        self.target = target if store is None else None
+        self.target, self.capture = origin.target, origin.capture
         self.per_rank = config.engine.micro_batch * config.engine.accumulate
         self.total = total_steps(config.schedule, len(rows), rows.tokens, self.per_rank * world)
         self.order = DataOrder(len(rows), self.per_rank * world, config.seed)
         draft = self._initial_draft(target, rows)
-        self.capture = store or OnlineCapture(
-            target,
-            rows,
-            draft.config.taps,
-            config.ttt.steps,
-            capture_rows=config.features.capture_rows,
-            cache=config.features.cache,
-        )
         kept = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=self.device))
         teacher = Teacher(target.lm_head.weight, kept if draft.config.pruned else None)
         self.row_tokens = (rows.documents > 0).sum(-1)
@@ -233,9 +200,10 @@ class _Run:
         # Every rank knows the whole step's rows, so the normalisers need no communication.
         counts = count_rows(torch.from_numpy(self.capture.valid_steps[batch].astype(np.int64)), steps)
         weights = step_weights(counts, self.config.ttt.decay).to(self.device)
-        mine = batch[self.rank :: self.world]
         size = self.config.engine.micro_batch
-        micro = [self.capture.features(mine[i : i + size]) for i in range(0, len(mine), size)]
+        shares = [batch[rank :: self.world] for rank in range(self.world)]
+        parts = [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
+        micro = self.capture.micro_batches(parts, self.rank)
         total = self.config.schedule, self.config.optimizer.lr
         sums = self.engine.step(micro, weights, learning_rate(step, self.total, total[1], total[0]))
         return sums, int(self.row_tokens[batch].sum())

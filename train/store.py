@@ -147,6 +147,10 @@ class FeatureStore:
         aux, final = (pad_rows([entry[part] for entry in states], width).to(self.device) for part in (0, 1))
         return replace(row_features(self.rows, self.valid_steps, indices, self.device), aux=aux, final_state=final)
 
+    def micro_batches(self, parts: list[list[np.ndarray]], rank: int) -> list[Features]:
+        """The micro batches of `rank`, of the rows `parts` [ranks][micro batches] of an optimizer step."""
+        return [self.features(rows) for rows in parts[rank]]
+
     def _states(self, row: int) -> tuple[Tensor, Tensor]:
         shard, start, length = self._places[row]
         file, piece = self._shards[shard], slice(start, start + length)
