@@ -58,6 +58,8 @@ def check_memory(
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
     if needed > free:
         shortage = f"not enough memory on {device}: {free / 10**9:.1f} GB are free, {needed / 10**9:.1f} GB are needed"
+        if part is not None:
+            raise UserError(f"{shortage} for this process's part of {name}")
         if formats:
             raise UserError(f"{shortage} for {name} in its format (GPUs: {_fits(needed)})")
         raise UserError(f"{shortage} in {str(dtype).removeprefix('torch.')}; {requirements(name, config)}")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from target_model.checkpoint import load_target
 from target_model.config import M3Config
+from target_model.dummy import dummy_shard
 from target_model.errors import UserError
 from target_model.format_coverage import parameter_formats
 from target_model.pipeline import PipelineStage
@@ -176,6 +177,12 @@ def test_bytes_of_a_part(name: str, shard: Shard):
     )
     held = sum(parameter.numel() * parameter.element_size() for parameter in part.parameters())
     assert held == part_bytes(config, shard, 2, formats=formats)
+
+
+def test_a_part_that_does_not_fit():
+    config = M3Config.from_json("configs/minimax-m3.json")
+    with pytest.raises(UserError, match=r"GB are free, \d+\.\d GB are needed for this process's part of M3$"):
+        dummy_shard("M3", config, Shard(1, 2), "bf16", dtype=torch.bfloat16)
 
 
 def test_a_rank_keeps_the_cache_of_its_heads():
