@@ -54,7 +54,7 @@ def test_the_same_loss_curve_as_online(settings, tmp_path, monkeypatch):
     directory = str(tmp_path / "store")
     captured = capture(settings(), directory)
     online = train(settings("online"), progress=False)
-    monkeypatch.setattr("train.loop.load_target", lambda *_, **__: pytest.fail("the whole target was loaded"))
+    monkeypatch.setattr("train.origin.load_target", lambda *_, **__: pytest.fail("the whole target was loaded"))
     offline = train(settings("offline", directory), progress=False)
     assert captured.refused == 0 and captured.rows >= 5
     assert losses(offline) == pytest.approx(losses(online), abs=1e-5, rel=0)
