@@ -27,6 +27,7 @@ from target_model.batch import Batch
 from target_model.errors import UserError
 from target_model.resolve import resolve_target
 from tests.serve.http_client import serving
+from tests.serve.pictures import data_url, picture, user
 
 PROMPTS = (
     "def fib(n):",
@@ -107,7 +108,7 @@ def ended(pid: int, seconds: float = 20.0) -> bool:
 
 
 def answers(url: str) -> list[dict[str, Any]]:
-    """Greedy and sampled, alone and together, with a prefix that is found again; texts, tokens and reasons."""
+    """Greedy and sampled, alone and together, a prefix that is found again, a picture; texts, tokens and reasons."""
     bodies = [
         {"prompt": prompt, "max_tokens": 40, "logprobs": 1, "temperature": temperature, "seed": 7}
         for prompt in (*PROMPTS, SHARED + "A", SHARED + "B")
@@ -120,18 +121,25 @@ def answers(url: str) -> list[dict[str, Any]]:
         return {"text": choice["text"], "tokens": choice["logprobs"]["tokens"], "reason": choice["finish_reason"]}
 
     first = ask(bodies[-1])
-    with ThreadPoolExecutor(6) as pool:
-        return [first, *pool.map(ask, bodies)]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, bodies))
+    body = {"messages": user(data_url(picture())), "max_tokens": 20, "seed": 3}
+    shown = httpx.post(f"{url}/chat/completions", json=body, timeout=120).raise_for_status().json()
+    return [first, *together, shown["choices"][0]["message"]]
 
 
 @pytest.mark.slow
 def test_answers_are_those_of_one_process_and_a_lost_worker_ends_the_server(tmp_path: Path):
-    engine, tokenizer, about = load_engine("m3-tiny", device="cpu")
+    """With so few pages that requests push each other out and are computed again."""
+    pages = 18
+    engine, tokenizer, about = load_engine("m3-tiny", device="cpu", pages=pages, language_only=False)
     with serving(make_service(engine, tokenizer, about)) as url:
         alone = answers(f"{url}/v1")
-    with server(tmp_path) as (process, url, worker, errors):
+    assert engine.stats()["preemptions"] > 0
+    with server(tmp_path, "--pages", str(pages)) as (process, url, worker, errors):
         assert answers(url) == alone
-        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        assert httpx.get(f"{url[:-3]}/stats", timeout=60).json()["engine"]["preemptions"] > 0
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
