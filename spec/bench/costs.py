@@ -28,6 +28,7 @@ PROBES = (
     TreeConfig(8, 4, 32),
     TreeConfig(8, 8, 64),
 )
+PASSES = 3
 FIELDS = ("depth", "width", "nodes", "batch", "context", "draft", "verify")
 
 
@@ -70,9 +71,15 @@ class StepCosts:
 
 
 def measure(pair: Pair, largest_batch: int, context: int) -> StepCosts:
-    """Real steps on this machine."""
-    table = measure_costs(pair.target, pair.draft, max_running=largest_batch, context=context, shapes=PROBES)
-    return StepCosts(table.costs)
+    """Real steps on this machine. The fastest of a few passes counts: whatever else it does only adds to a step."""
+    fastest: dict[tuple[TreeConfig, int, int], Cost] = {}
+    for _ in range(PASSES):
+        table = measure_costs(pair.target, pair.draft, max_running=largest_batch, context=context, shapes=PROBES)
+        for cost in table.costs:
+            key = cost.shape, cost.batch, cost.context
+            if key not in fastest or cost.draft + cost.verify < fastest[key].draft + fastest[key].verify:
+                fastest[key] = cost
+    return StepCosts(tuple(fastest.values()))
 
 
 def costs_json(costs: StepCosts) -> list[dict[str, Any]]:

@@ -137,14 +137,18 @@ def rank(recordings: list[Recording], costs: StepCosts, batches: tuple[int, ...]
 
 
 def finalists(ranked: dict[TreeConfig, float], count: int) -> list[TreeConfig]:
-    """The `count` best, the best chain, dynamic and static tree among them, and the server's default besides."""
-    kinds = {
-        "chain": next(shape for shape in ranked if shape.width == 1),
-        "static": next((shape for shape in ranked if shape.paths and shape.width > 1), None),
-        "dynamic": next((shape for shape in ranked if not shape.paths and shape.width > 1), None),
-    }
-    chosen = [shape for shape in kinds.values() if shape is not None]
-    chosen += [shape for shape in ranked if shape not in chosen][: max(0, count - len(chosen))]
+    """The best chain, dynamic and static tree, and the best of other sizes until there are `count`: what is expected is
+    not exact, and shapes of one size resemble each other. The server's default comes besides.
+    """
+    kinds = (
+        next(shape for shape in ranked if shape.width == 1),
+        next((shape for shape in ranked if shape.paths and shape.width > 1), None),
+        next((shape for shape in ranked if not shape.paths and shape.width > 1), None),
+    )
+    chosen = [shape for shape in kinds if shape is not None]
+    for shape in ranked:
+        if len(chosen) < count and shape.nodes not in {each.nodes for each in chosen}:
+            chosen.append(shape)
     return list(dict.fromkeys([*chosen, TreeConfig()]))
 
 
