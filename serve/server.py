@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from serve import api_errors
-from serve.api_errors import ApiError, from_user_error, parse_body
+from serve.api_errors import ApiError
 from serve.async_engine import AsyncEngine, EngineStopped, Overloaded
 from serve.chat import create_chat
 from serve.completions import create_completion
@@ -26,11 +26,10 @@ from serve.load import Description, load_engine, usable_context
 from serve.logs import log_to_stderr
 from serve.metrics import Metrics
 from serve.middleware import Gate
-from serve.openai_types import DetokenizeRequest, TokenizeRequest
 from serve.openapi import describe
 from serve.page import add_page
-from serve.prompt import render
 from serve.service import Service, Settings
+from serve.tokens import add_tokens
 from serve.tree import TreeConfig
 from target_model.dummy import DummyWeights
 from target_model.errors import UserError
@@ -192,7 +191,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, api_errors.handle)
     app.add_middleware(Gate, settings=service.settings)
     _add_completions(app, service)
-    _add_tokens(app, service)
+    add_tokens(app, service)
     _add_state(app, service)
     add_page(app)
     describe(app)
@@ -216,41 +215,6 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await create_chat(request, service)
-
-
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        body = await request.body()
-        tokens = await service.off_loop(lambda: _tokenize(body, service), len(body))
-        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        body = await request.body()
-        return {"prompt": await service.off_loop(lambda: _detokenize(body, service), len(body))}
-
-
-def _tokenize(body: bytes, service: Service) -> list[int]:
-    request = parse_body(TokenizeRequest, body)
-    service.check_model(request.model)
-    try:
-        if request.prompt is not None:
-            return service.tokenizer.encode(request.prompt, allow_special=True)
-    except UserError as error:
-        raise from_user_error(error, set(), "prompt") from None
-    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
-    messages = request.messages or []
-    return render(messages, tools, request.thinking_mode, service, request.add_generation_prompt).token_ids
-
-
-def _detokenize(body: bytes, service: Service) -> str:
-    request = parse_body(DetokenizeRequest, body)
-    service.check_model(request.model)
-    wrong = next((token for token in request.tokens if token >= service.tokenizer.vocab_size), None)
-    if wrong is not None:
-        raise ApiError(400, f"tokens: there is no token {wrong}", "tokens", "invalid_value")
-    return service.tokenizer.decode(request.tokens)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
