@@ -205,7 +205,8 @@ class Engine:
         if self.budget is None:
             return self.tree
         ids, contexts = [s.request.id for s in sequences], [len(s.token_ids) for s in sequences]
-        return self.budget.choose(ids, contexts, limits)
+        kinds = ["greedy" if s.params.greedy else "sampled" for s in sequences]
+        return self.budget.choose(ids, kinds, contexts, limits)
 
     def _drop(self, request_id: str) -> None:
         self._sequences.pop(request_id)
@@ -230,6 +231,9 @@ class Engine:
         if reason is None and emitted == remaining:
             reason = "length"
         sequence.token_ids += tokens
+        if sequence.constraint is not None and stop_token in self._eos:
+            answer = sequence.token_ids[sequence.prompt_length :]
+            reason = "stop" if sequence.constraint.finished(answer) else "length"
         step = verified = None
         if outcome.tree is not None:
             verified = Verified(outcome.tree, outcome.path)

@@ -71,9 +71,7 @@ class GrammarCompiler:
         special, rules = self._tokenizer.special, Rules()
         parts = []
         if schema is not None:
-            parts.append(
-                rules.add(f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS})}")
-            )
+            parts.append(rules.add(f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS})}"))
         if tools:
             if NAMESPACE not in special:
                 raise UserError(f"tools: the tokenizer has no token {NAMESPACE!r}, with which calls begin")
@@ -82,6 +80,8 @@ class GrammarCompiler:
             except RecursionError:
                 raise UserError("the schema is nested too deeply") from None
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules.lark(" | ".join(parts))), log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # also finds that nothing can ever follow it
         if matcher.is_error():
             raise UserError(_reason(matcher.get_error()))
         after_prompt: Phase = "waiting" if waits else "grammar"
@@ -119,6 +119,7 @@ class Constraint:
     def __init__(self, grammar: Grammar):
         self._grammar = grammar
         self._matcher = grammar.matcher.deep_copy()
+        self._consumed: list[int] = []  # what the matcher took
         self._taken: list[tuple[Phase, bool]] = []  # phase before each guessed token, and whether the matcher took it
         self._phase: Phase = grammar.opening
         self._decided = 0
@@ -129,11 +130,7 @@ class Constraint:
         Behind a path that is forbidden itself everything is allowed: nobody gets there.
         """
         words_NW = torch.full((len(paths), self._grammar.words), -1, dtype=torch.int32)
-        for token in decided[self._decided :]:
-            if not self._push(token):
-                logger.error("token %d breaks the grammar of an answer", token)
-        self._decided = len(decided)
-        self._taken.clear()
+        self._follow(decided)
         current: tuple[int, ...] = ()
         # Sorted, each path shares as much as possible with the one before it.
         for row in sorted(range(len(paths)), key=paths.__getitem__):
@@ -149,6 +146,18 @@ class Constraint:
         self._pop(len(current))
         return words_NW
 
+    def finished(self, decided: Sequence[int]) -> bool:
+        """Whether the answer is whole, and not at a place from which the grammar leads nowhere."""
+        self._follow(decided)
+        return self._matcher.is_accepting() if self._phase == "grammar" else self._grammar.waits
+
+    def _follow(self, decided: Sequence[int]) -> None:
+        for token in decided[self._decided :]:
+            if not self._push(token):
+                logger.error("token %d breaks the grammar of an answer", token)
+        self._decided = len(decided)
+        self._taken.clear()
+
     def _push(self, token: int) -> bool:
         """Takes one more token; False, and nothing taken, when it is forbidden or ends the answer."""
         grammar, before = self._grammar, self._phase
@@ -159,6 +168,7 @@ class Constraint:
             if self._matcher.try_consume_tokens([token]) != 1:
                 return False
             self._phase, consumed = "grammar", True
+            self._consumed.append(token)
         elif token == grammar.think_close:
             self._phase = "waiting" if grammar.waits else "grammar"
         elif token == grammar.think_open:
@@ -175,10 +185,15 @@ class Constraint:
             self._phase, consumed = self._taken.pop()
             if consumed:
                 self._matcher.rollback(1)
+                self._consumed.pop()
 
     def _write(self, words_W: Tensor) -> None:
         if self._phase == "grammar":
             self._matcher.unsafe_compute_mask_ptr(words_W.data_ptr(), words_W.numel() * words_W.element_size())
+            if self._matcher.is_error():
+                # Nothing can follow here, so the end was allowed. A matcher stays in that state, the guess may not.
+                self._matcher = self._grammar.matcher.deep_copy()
+                self._matcher.try_consume_tokens(self._consumed)
         elif self._phase in self._grammar.outside:
             words_W.copy_(self._grammar.outside[self._phase])
 
@@ -205,4 +220,5 @@ def _words(allowed: list[bool]) -> Tensor:
 
 def _reason(message: str) -> str:
     """The library's error without its place in a text that the client has not written."""
-    return re.sub(r"^at [0-9]+\([0-9]+\): ", "", message.splitlines()[0])
+    first = re.sub(r"^at [0-9]+\([0-9]+\): ", "", message.splitlines()[0])
+    return "no value can follow the schema" if first.startswith("NoExtension") else first

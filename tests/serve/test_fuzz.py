@@ -47,6 +47,74 @@ VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(NAMES, inner, max_size=4)),
     max_leaves=8,
 )
+# Schemas that mostly make sense, and forms of an answer that use them.
+KINDS = st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object", "text"])
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.fixed_dictionaries({"type": KINDS}),
+        st.fixed_dictionaries({"type": st.lists(KINDS, max_size=3)}),
+        st.fixed_dictionaries({"enum": st.lists(LEAVES, max_size=3)}),
+        st.fixed_dictionaries({"const": LEAVES}),
+        st.fixed_dictionaries({"$ref": st.sampled_from(["#", "#/$defs/x", "#/properties/x", "http://x/y", "", 5])}),
+        st.fixed_dictionaries({"type": st.just("string")}, optional={"minLength": LEAVES, "maxLength": LEAVES}),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("string"),
+                "pattern": st.sampled_from(["^a|b$", "(", "(?=x)", "\\d{3}/", "a{9999}", "]~b]", 5]),
+            }
+        ),
+        st.fixed_dictionaries(
+            {"type": st.just("string"), "format": st.sampled_from(["date", "uuid", "email", "x", 1])}
+        ),
+        st.fixed_dictionaries({"type": st.just("integer"), "minimum": LEAVES}, optional={"maximum": LEAVES}),
+        VALUES,
+    ),
+    lambda inner: st.one_of(
+        st.fixed_dictionaries({"anyOf": st.lists(inner, max_size=3)}),
+        st.fixed_dictionaries({"allOf": st.lists(inner, max_size=3)}),
+        st.fixed_dictionaries({"type": st.just("array"), "items": inner}, optional={"minItems": LEAVES}),
+        st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.dictionaries(st.text(max_size=3), inner, max_size=3)},
+            optional={"required": st.lists(st.text(max_size=3), max_size=2), "additionalProperties": inner},
+        ),
+    ),
+    max_leaves=6,
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries(
+                {"name": st.sampled_from(["f", "g"])}, optional={"strict": st.booleans(), "parameters": SCHEMAS}
+            ),
+        }
+    ),
+    max_size=2,
+)
+CHOICES = st.one_of(
+    st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
+    st.sampled_from(["auto", "required"]).map(
+        lambda mode: {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": "g"}}]},
+        }
+    ),
+)
+FORMATS = st.one_of(
+    st.just({"type": "json_object"}),
+    SCHEMAS.map(lambda schema: {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}),
+)
+FORMS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": TOOLS,
+        "tool_choice": CHOICES,
+        "response_format": FORMATS,
+        "parallel_tool_calls": st.booleans(),
+        "thinking_mode": st.sampled_from(["enabled", "disabled", "adaptive"]),
+        "stream": st.booleans(),
+    },
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "tool", "system", "root"])},
@@ -97,6 +165,13 @@ def check(response):
 def test_no_body_is_a_fault_of_the_server(http, request):
     path, body = request
     check(http.post(path, content=body))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(FORMS)
+def test_no_form_is_a_fault_of_the_server(http, form):
+    """Schemas of every kind, right and wrong, for answers and for tools."""
+    check(http.post("/v1/chat/completions", content=json.dumps({**MODELS["/v1/chat/completions"][1], **form})))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

@@ -131,6 +131,24 @@ def test_the_end_is_allowed_only_where_the_grammar_accepts():
     assert allowed(constraint, ids) == [EOS]
 
 
+def test_a_schema_that_leads_nowhere(bundled):
+    """Where no value can follow the answer ends as one that was cut, and a guess that leads there does no harm."""
+    hopeless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]}
+    endless = {"$defs": {"x": {"$ref": "#/$defs/x"}}}
+    lost, right = TOKENIZER.encode('{"a": '), TOKENIZER.encode('{"name": "')
+    mixed = COMPILER.compile(endless | {"anyOf": [hopeless, PERSON]}, [], "disabled")
+    constraint = Constraint(mixed)
+    alone = [Constraint(mixed).masks(ids, [()]) for ids in (lost, right)]
+    assert torch.equal(constraint.masks([], [tuple(lost), tuple(right)]), torch.cat(alone))
+    assert allowed(constraint, lost) == [EOS] and not constraint.finished(lost)
+    hopeless |= endless
+    grammar = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size).compile(hopeless, [], "disabled")
+    request = Request("hopeless", render("?"), SamplingParams(temperature=0), grammar=grammar)
+    for engine in (Engine(bundled[0], pages=32), Engine(*bundled, pages=32)):
+        answer = run(engine, [request])["hopeless"]
+        assert TOKENIZER.decode(answer.token_ids).rstrip() == '{"a":' and answer.finish_reason == "length"
+
+
 def test_reasoning_is_free_and_has_to_end():
     constraint = Constraint(GRAMMARS["thoughtful"])
     thought = TOKENIZER.encode("Any } text {")

@@ -130,6 +130,7 @@ REFUSED = [
     (chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
     (chat(response_format=schema({"type": "text"})), 400, "response_format.json_schema.schema"),
     (chat(response_format=schema({"not": {}})), 400, "response_format.json_schema.schema"),
+    (chat(response_format=schema({"anyOf": [{"$ref": "#"}]})), 400, "response_format.json_schema.schema"),
     (chat(response_format=schema({"enum": []})), 400, "response_format.json_schema.schema"),
     (chat(response_format=schema({"type": "string", "pattern": "("})), 400, "response_format.json_schema.schema"),
     (chat(response_format=schema([])), 400, "response_format.json_schema.schema"),
