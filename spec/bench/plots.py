@@ -184,6 +184,7 @@ def _histogram(axes: Axes, rows: list[dict[str, Any]]) -> None:
         shares = [count / max(1, row["steps"]) for count in row["histogram"]]
         axes.bar([i + place * width for i in range(len(shares))], shares, width, label=_asked(row))
     axes.set(xlabel="accepted tokens", ylabel="share of verify steps")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _legend(axes)
 
 

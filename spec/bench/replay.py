@@ -19,7 +19,8 @@ from target_model.errors import UserError
 
 @dataclass(frozen=True)
 class Replayed:
-    """At every recorded position: tokens that a step from there would accept, and nodes it would draft, int [n].
+    """At every recorded position: tokens that a step from there would accept, and nodes it would draft, int [n]. Of a
+    static tree these include nodes that top-k and top-p of the request would leave out.
 
     missing: share of the nodes to be expanded that the recorded tree had not expanded.
     """
