@@ -157,6 +157,18 @@ class EngineConfig(_Section):
     accumulate: int = Field(1, ge=1)
     threads: int | None = Field(None, ge=1, description="CPU threads; None: torch's own choice")
     compile: bool = False
+    activation_checkpointing: bool = Field(False, description="work the layer out again in the backward pass")
+    offload_optimizer: bool = Field(False, description="masters, moments and the update in host memory (ZeRO 1-3)")
+    offload_parameters: bool = Field(False, description="weights in host memory until they are used (ZeRO 3)")
+    deepspeed: dict[str, Any] = Field({}, description="goes over the DeepSpeed configuration made from the rest")
+
+    @model_validator(mode="after")
+    def _offload_has_its_stage(self) -> "EngineConfig":
+        if self.offload_optimizer and self.zero_stage == 0:
+            raise ValueError("offload_optimizer needs zero_stage 1, 2 or 3")
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError("offload_parameters needs zero_stage 3")
+        return self
 
 
 class CheckpointConfig(_Section):

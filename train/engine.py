@@ -39,7 +39,7 @@ from train.config import TrainConfig
 from train.features import Features
 from train.finite import FiniteAdamW
 from train.loss import LossSettings, StepSums, Teacher, ttt_loss
-from train.ttt import AttentionKind, unroll, valid_rows
+from train.ttt import unroll, valid_rows
 
 _PARTIAL = ".partial"
 
@@ -47,17 +47,17 @@ _PARTIAL = ".partial"
 class DraftStep(nn.Module):
     """Features in, loss and metric sums out: the module that DeepSpeed wraps."""
 
-    def __init__(
-        self, draft: Eagle3Draft, steps: int, attention: AttentionKind, settings: LossSettings, compiled: bool
-    ):
+    def __init__(self, draft: Eagle3Draft, config: TrainConfig):
         super().__init__()
         self.draft = draft
-        self.steps, self.attention, self.settings = steps, attention, settings
-        self._unroll = torch.compile(unroll) if compiled else unroll
+        self.steps, self.attention = config.ttt.steps, config.ttt.attention
+        self.settings = LossSettings(config.loss.kind, config.loss.eta, config.loss.chunk_elements)
+        self.recompute = config.engine.activation_checkpointing
+        self._unroll = torch.compile(unroll) if config.engine.compile else unroll
 
     def forward(self, features: Features, teacher: Teacher, weights: Tensor) -> tuple[Tensor, StepSums]:
         rows = valid_rows(features.valid_steps, self.steps)
-        states = self._unroll(self.draft, features, rows, self.attention)
+        states = self._unroll(self.draft, features, rows, self.attention, self.recompute)
         final, valid = features.final_state, features.valid_steps
         return ttt_loss(states, rows, self.draft.lm_head.weight, final, valid, weights, teacher, self.settings)
 
@@ -122,24 +122,41 @@ def _world_of_one() -> dict[str, str]:
 
 
 def deepspeed_json(config: TrainConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's configuration, derived from ours."""
-    return {
-        "train_micro_batch_size_per_gpu": config.engine.micro_batch,
-        "gradient_accumulation_steps": config.engine.accumulate,
+    """DeepSpeed's configuration, derived from ours; `engine.deepspeed` has the last word."""
+    engine = config.engine
+    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if engine.offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
+    derived = {
+        "train_micro_batch_size_per_gpu": engine.micro_batch,
+        "gradient_accumulation_steps": engine.accumulate,
         "gradient_clipping": config.optimizer.clip,
-        "zero_optimization": {"stage": config.engine.zero_stage},
+        "zero_optimization": zero,
         "bf16": {"enabled": dtype == torch.bfloat16},
         "zero_allow_untested_optimizer": True,
+        # DeepSpeed's own CPU Adam would have to be compiled, and would not skip updates that are not finite.
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 40,
     }
+    return _overlaid(derived, engine.deepspeed)
+
+
+def _overlaid(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`values` with `changes`, sections merged."""
+    merged = dict(values)
+    for key, change in changes.items():
+        section = values.get(key)
+        merged[key] = _overlaid(section, change) if isinstance(section, dict) and isinstance(change, dict) else change
+    return merged
 
 
 class DraftEngine:
     """One optimizer step at a time over micro batches of `Features`."""
 
     def __init__(self, draft: Eagle3Draft, teacher: Teacher, config: TrainConfig, dtype: torch.dtype):
-        loss = LossSettings(config.loss.kind, config.loss.eta, config.loss.chunk_elements)
-        module = DraftStep(draft, config.ttt.steps, config.ttt.attention, loss, config.engine.compile)
+        module = DraftStep(draft, config)
         trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
         self.optimizer = FiniteAdamW(
             trained,

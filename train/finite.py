@@ -38,6 +38,8 @@ class FiniteAdamW(torch.optim.AdamW):
         values = [*self._losses, *(torch.linalg.vector_norm(gradient) for gradient in gradients)]
         if not values:
             return True
-        finite = torch.stack([value.float() for value in values]).isfinite().all().int()
+        # Offloaded gradients lie in host memory; ranks talk where the losses are.
+        place = values[0].device
+        finite = torch.stack([value.to(place).float() for value in values]).isfinite().all().int()
         torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
         return bool(finite)

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from target_model.kernels import ops
+
 
 @dataclass(frozen=True)
 class Teacher:
@@ -20,9 +22,13 @@ class Teacher:
     head_WH: Tensor
     kept_ids: Tensor | None
 
+    def logits(self, state_CH: Tensor) -> Tensor:
+        """The target's own, [C, W], in the head's precision."""
+        return torch.nn.functional.linear(state_CH, self.head_WH)
+
     def distribution(self, state_CH: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """log p over the draft's vocabulary, renormalised [C, V]; target's argmax [C]; log of the kept mass [C, 1]."""
-        logits_CW = torch.nn.functional.linear(state_CH, self.head_WH).float()
+        logits_CW = self.logits(state_CH).float()
         best_C = logits_CW.argmax(-1)
         if self.kept_ids is None:
             return logits_CW.log_softmax(-1), best_C, None
@@ -136,17 +142,21 @@ class _ChunkedLoss(torch.autograd.Function):
         head_grad = torch.zeros_like(head_VH, dtype=torch.float32) if ctx.need_head else None
         hits = torch.zeros(len(states_MH), len(plan.valid_steps_T), dtype=torch.bool, device=head_VH.device)
         sums = torch.zeros(2, len(states_MH), dtype=torch.float64, device=head_VH.device)
-        widest = max(head_VH.shape[0], plan.teacher.head_WH.shape[0])
-        for chunk in plan.rows[0].split(max(1, plan.settings.chunk_elements // (4 * widest))):
-            teacher = plan.teacher.distribution(plan.final_state_TH[chunk + 1])
+        fused = plan.settings.kind == "kl" and plan.teacher.kept_ids is None
+        measure = _fused_rows if fused else _rows
+        # Beside both logits in their own precision, the general form holds several copies in fp32.
+        widest = max(head_VH.shape[0], plan.teacher.head_WH.shape[0]) * (1 if fused else 4)
+        for chunk in plan.rows[0].split(max(1, plan.settings.chunk_elements // widest)):
+            final = plan.final_state_TH[chunk + 1]
+            teacher = (plan.teacher.logits(final),) if fused else plan.teacher.distribution(final)
             for step, state_MH in enumerate(states_MH):
                 places, picked = _rows_of_step(plan, chunk, step)
                 state = state_MH[places]
-                row_loss, alpha, hit, grad = _row_losses(
+                row_loss, alpha, hit, grad = measure(
                     torch.nn.functional.linear(state, head_VH),
-                    *(teacher if picked is None else (None if part is None else part[picked] for part in teacher)),
-                    plan.teacher.kept_ids,
-                    plan.settings,
+                    [part if part is None or picked is None else part[picked] for part in teacher],
+                    plan,
+                    plan.weights[step],
                     ctx.need_head or ctx.need_states,
                 )
                 hits[step, plan.rows[step][places]] = hit
@@ -154,7 +164,6 @@ class _ChunkedLoss(torch.autograd.Function):
                 if alpha is not None:
                     sums[1, step] += alpha.sum(dtype=torch.float64)
                 if grad is not None:
-                    grad = (grad * plan.weights[step]).to(head_VH.dtype)
                     if ctx.need_states:
                         grads[step][places] = grad @ head_VH
                     if ctx.need_head:
@@ -180,6 +189,24 @@ def _rows_of_step(plan: _Plan, chunk: Tensor, step: int) -> tuple[Tensor, Tensor
     rows = chunk - step
     picked = ((plan.valid_steps_T[rows.clamp(min=0)] > step) & (rows >= 0)).nonzero()[:, 0]
     return torch.searchsorted(plan.rows[step], rows[picked]), picked
+
+
+def _fused_rows(
+    logits_CV: Tensor, teacher: list[Tensor], plan: _Plan, weight: Tensor, need_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """As `_rows`, for the plain KL over the whole vocabulary: on CUDA one kernel, and the gradient takes the place of
+    the logits.
+    """
+    kl, alpha, hits = ops.kl_rows(logits_CV, teacher[0], weight.expand(len(logits_CV)).contiguous(), need_grad)
+    return kl, alpha, hits.bool(), logits_CV if need_grad else None
+
+
+def _rows(
+    logits_CV: Tensor, teacher: list[Tensor | None], plan: _Plan, weight: Tensor, need_grad: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """(loss [C], alpha [C] or None, hit [C], weight * d loss / d logits [C, V] or None)."""
+    *measured, grad = _row_losses(logits_CV, *teacher, plan.teacher.kept_ids, plan.settings, need_grad)
+    return *measured, None if grad is None else (grad * weight).to(logits_CV.dtype)
 
 
 def _row_losses(

@@ -7,10 +7,12 @@ a served draft sees when it drafts from p.
 """
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from draft_model.model import Eagle3Draft
 from train.attention import explicit_attention, flash_attention
@@ -26,20 +28,27 @@ def valid_rows(valid_steps_RS: Tensor, steps: int) -> list[Tensor]:
 
 
 def unroll(
-    draft: Eagle3Draft, features: Features, rows: list[Tensor], attention: AttentionKind = "auto"
+    draft: Eagle3Draft,
+    features: Features,
+    rows: list[Tensor],
+    attention: AttentionKind = "auto",
+    recompute: bool = False,
 ) -> list[Tensor]:
     """Normed states of the rows that count, [M_k, H] for each step k of `rows`: the draft's head applies directly.
+
+    With `recompute` the layer keeps only what attention needs and works out the rest again in the backward pass.
 
     Step 0 makes keys and values of every row, since later rows see them; everything else is computed for `rows` only.
     """
     attend = choose_attention(attention, features)
+    call = partial(checkpoint, use_reentrant=False) if recompute and torch.is_grad_enabled() else _call
     scale = draft.config.head_dim**-0.5
     shape = features.token_ids.shape
     ids, positions = features.token_ids.flatten(), features.positions.flatten()
     # x[p + 1]: behind a row's end any token will do, such rows never count.
     next_ids = nn.functional.pad(features.token_ids[:, 1:], (0, 1))
     feature = draft.project(features.aux)
-    q, k0, v0, residual = draft.attention_inputs(next_ids, feature, features.positions + 1)
+    q, k0, v0, residual = call(draft.attention_inputs, next_ids, feature, features.positions + 1)
     residual = residual.flatten(0, 1).index_select(0, rows[0])
     own_k: list[Tensor] = []
     own_v: list[Tensor] = []
@@ -48,16 +57,22 @@ def unroll(
         if step > 0:
             kept = (features.valid_steps.flatten()[rows[step - 1]] > step).nonzero()[:, 0]
             feature = feature.index_select(0, kept)
-            *packed, residual = draft.attention_inputs(ids[chosen + 1 + step], feature, positions[chosen] + 1 + step)
+            *packed, residual = call(
+                draft.attention_inputs, ids[chosen + 1 + step], feature, positions[chosen] + 1 + step
+            )
             q, k, v = (_spread(x, chosen, shape) for x in packed)
             own_k.append(k)
             own_v.append(v)
         attended = attend(q, k0, v0, own_k, own_v, features.documents, features.packed, scale)
-        state = draft.attention_output(attended.flatten(0, 1).index_select(0, chosen), residual)
+        state = call(draft.attention_output, attended.flatten(0, 1).index_select(0, chosen), residual)
         normed = draft.norm(state)
         normed_states.append(normed)
         feature = normed if draft.config.norm_output else state
     return normed_states
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def _spread(x_MnD: Tensor, rows_M: Tensor, shape: torch.Size) -> Tensor:

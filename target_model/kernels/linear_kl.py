@@ -83,25 +83,37 @@ def kl_rows_kernel(
         tl.store(alpha + c, tl.sum(shared, 0))
 
 
+def kl_rows(student_CV: Tensor, teacher_CV: Tensor, weights_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(kl, sum of min(p, q), 0 without `gradient`, both fp32 [C]; int32 [C] hits) of rows of logits. With `gradient`
+    the student's logits are replaced by weight * (q - p)."""
+    rows, vocab = student_CV.shape
+    require_tensor("student", student_CV, (None, None), FLOATS)
+    require_tensor("teacher", teacher_CV, (rows, vocab), FLOATS)
+    require_tensor("weights", weights_C, (rows,), (torch.float32,))
+    kl, alpha = (torch.zeros(rows, dtype=torch.float32, device=student_CV.device) for _ in range(2))
+    hits = torch.zeros(rows, dtype=torch.int32, device=student_CV.device)
+    block = min(4096, power_of_two(vocab))
+    if rows:
+        kl_rows_kernel[(rows,)](
+            student_CV, teacher_CV, weights_C, kl, alpha, hits, vocab, GRADIENT=gradient, BLOCK=block, PDL=PDL,
+            **launch_options(16 if block == 4096 else 4, 1),
+        )  # fmt: skip
+    return kl, alpha, hits
+
+
 class _LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T, chunk):
-        rows, vocab = state_TH.shape[0], head_VH.shape[0]
+        rows = state_TH.shape[0]
         gradient = any(ctx.needs_input_grad[:2])
-        kl, alpha = (torch.zeros(rows, dtype=torch.float32, device=state_TH.device) for _ in range(2))
-        hits = torch.zeros(rows, dtype=torch.int32, device=state_TH.device)
+        measured = []
         state_grad = torch.empty_like(state_TH) if gradient else None
         head_grad = None
-        block = min(4096, power_of_two(vocab))
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
             student = state_TH[part] @ head_VH.T
             teacher = teacher_state_TG[part] @ teacher_head_VG.T
-            kl_rows_kernel[(student.shape[0],)](
-                student, teacher, weights_T[part], kl[part], alpha[part], hits[part], vocab, GRADIENT=gradient,
-                BLOCK=block, PDL=PDL,
-                **launch_options(16 if block == 4096 else 4, 1),
-            )  # fmt: skip
+            measured.append(kl_rows(student, teacher, weights_T[part], gradient))
             if gradient:
                 torch.mm(student, head_VH, out=state_grad[part])
                 # The first chunk makes the sum, the others add to it inside the product.
@@ -110,6 +122,7 @@ class _LinearKL(torch.autograd.Function):
                 else:
                     head_grad.addmm_(student.T, state_TH[part])
         ctx.save_for_backward(*([state_grad, head_grad] if gradient else []))
+        kl, alpha, hits = (torch.cat(parts) for parts in zip(*measured, strict=True))
         ctx.mark_non_differentiable(kl, alpha, hits)
         return (weights_T * kl).sum(), kl, alpha, hits
 

@@ -166,6 +166,11 @@ def linear_kl(
     return kernel(state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T)
 
 
+def kl_rows(student_CV: Tensor, teacher_CV: Tensor, weights_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """KL, overlap and hits of rows of logits; the student's become their gradient. See linear_kl.py."""
+    return _implementation("linear_kl", student_CV).kl_rows(student_CV, teacher_CV, weights_C, gradient)
+
+
 def sample_tokens(
     logits_NV: Tensor,
     temperature_N: Tensor,

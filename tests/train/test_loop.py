@@ -189,6 +189,28 @@ def test_a_run_leaves_no_thread_behind(settings):
     assert names and not [name for name in names if "gloo" in name or "tcpstore" in name]
 
 
+def test_offload_checkpointing_and_overrides_reach_deepspeed(settings, monkeypatch):
+    engines = []
+    real = deepspeed.initialize
+    monkeypatch.setattr(deepspeed, "initialize", lambda **k: engines.append(real(**k)) or engines[-1])
+    plain = train(settings("plain", engine__zero_stage=2, schedule__steps=3), progress=False)
+    changes = {"engine__offload_optimizer": True, "engine__activation_checkpointing": True}
+    override = {"zero_optimization": {"reduce_bucket_size": 12345}, "gradient_clipping": 1.0}
+    moved = train(
+        settings("moved", engine__zero_stage=2, schedule__steps=3, engine__deepspeed=override, **changes),
+        progress=False,
+    )
+    ours, theirs = (load_draft(result.draft).state_dict() for result in (moved, plain))
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=1e-4)
+    engine = engines[1][0]
+    assert engine.zero_offload_optimizer().device == "cpu" and engine.zero_reduce_bucket_size() == 12345
+    assert engine.zero_optimization_stage() == 2 and engines[0][0].zero_offload_optimizer() is None
+    for wrong in ({"engine__offload_optimizer": True}, {"engine__offload_parameters": True, "engine__zero_stage": 2}):
+        with pytest.raises(UserError, match=r"engine: offload_\w+ needs zero_stage"):
+            settings("x", **wrong)
+
+
 def test_a_run_with_other_settings_is_refused(settings):
     train(settings(schedule__steps=2), progress=False)
     with pytest.raises(UserError, match=r"trained with optimizer\.lr=0\.002, now 0\.1: choose another name"):

@@ -1,8 +1,11 @@
 """The chunked loss against the same sum written with full logits, and its metrics."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from target_model.kernels import ops
 from tests.draft_model.drafts import random_draft
 from tests.fixtures import random_target
 from tests.train.batches import random_features
@@ -136,3 +139,27 @@ def test_a_batch_without_rows_is_zero_and_finite():
     loss.backward()
     assert float(loss.detach()) == 0 and sums.metrics()["tau_sim"] == 1
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in draft.parameters())
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 1 << 11])
+def test_the_fused_kernel_is_what_training_uses(monkeypatch, chunk_elements):
+    """Loss, sums and gradients of the Triton kernel (interpreted without a GPU) equal the reference's."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, draft, features, _ = case(pruned=False)
+    draft, head = draft.to(device), target.lm_head.weight.to(device)
+    moved = {name: value.to(device) for name, value in vars(features).items() if isinstance(value, torch.Tensor)}
+    features = replace(features, **moved)
+    results = []
+    calls = []
+    for kind in ("reference", "triton"):
+        monkeypatch.setattr(ops, "override", kind)
+        real = ops.kl_rows
+        monkeypatch.setattr(ops, "kl_rows", lambda *a, real=real, kind=kind: calls.append(kind) or real(*a))
+        draft.zero_grad()
+        loss, sums = chunked(draft, features, Teacher(head, None), LossSettings("kl", 3.0, chunk_elements))
+        monkeypatch.undo()
+        loss.backward()
+        results.append([loss.detach(), *sums.tensors(), *(p.grad.clone() for p in draft.parameters())])
+    assert {"reference", "triton"} == set(calls)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)

@@ -141,3 +141,21 @@ def test_unknown_attention_is_an_error_of_the_configuration():
 
     with pytest.raises(UserError, match=r"ttt\.attention"):
         parse_config({"name": "x", "data": {"path": "x"}, "schedule": {"steps": 1}, "ttt": {"attention": "magic"}})
+
+
+def test_recomputing_the_layer_gives_the_same_gradients_and_keeps_less():
+    draft = random_draft()
+    features = random_features(draft.config, [[1] * 20], [[1] * 20], STEPS)
+    rows = valid_rows(features.valid_steps, STEPS)
+    results, kept = [], []
+    for recompute in (False, True):
+        draft.zero_grad()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            states = unroll(draft, features, rows, recompute=recompute)
+        sum(state.square().sum() for state in states).backward()
+        results.append([p.grad.clone() for p in draft.parameters() if p.grad is not None])
+        kept.append(sum(saved))
+    assert kept[1] < 0.6 * kept[0]
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
