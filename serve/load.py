@@ -126,7 +126,7 @@ def load_engine(
         _why(draft, chosen),
         *([_speculation(engine)] if draft_model is not None else []),
         "pictures: yes" if processor is not None else "pictures: no, the vision tower is not loaded",
-        *_memory_plan(engine, model, draft_model, device, dtype),
+        *_memory_plan(engine, model, draft_model, _place(device, tensor_parallel), dtype),
     )
     defaults = _sampling_defaults(resolved)
     return engine, tokenizer, Description(resolved.name, chosen and str(chosen.path), defaults, lines, processor)
@@ -254,8 +254,12 @@ def check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
     target.check_taps(draft.config.taps)
 
 
+def _place(device: str, processes: int) -> str:
+    return device if processes == 1 else f"{device} of the first process"
+
+
 def _memory_plan(
-    engine: Engine, target: TargetModel, draft: Eagle3Draft | None, device: str, dtype: torch.dtype
+    engine: Engine, target: TargetModel, draft: Eagle3Draft | None, place: str, dtype: torch.dtype
 ) -> list[str]:
     def size(module: torch.nn.Module | None) -> int:
         return sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
@@ -263,7 +267,7 @@ def _memory_plan(
     cache = engine.runner.cache
     slots = engine.scheduler.allocator.total * engine.scheduler.page_size
     return [
-        f"memory on {device}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}"
+        f"memory on {place}, {_type_name(dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}"
         f"{'' if draft is None else ' (' + _type_name(draft.dtype) + ')'}, cache "
         f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())}; KV "
         f"{_type_name(cache.k.dtype)}, index K {_type_name(cache.index_k.dtype)})",
