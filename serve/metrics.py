@@ -47,11 +47,15 @@ class Metrics:
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _SECONDS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _SECONDS
+        )
+        self._decode = self._histogram("request_decode_time_seconds", "From the first to the last token.", _SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time per token after the first.", _SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
         self._answer_length = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
-        self.registry.register(_EngineCollector(engine, model))
+        self.registry.register(_EngineCollector(engine, model, self.totals))
 
     def observe(self, answer: Answer) -> None:
         """Counts an answer that has ended."""
@@ -87,6 +91,10 @@ class Metrics:
         self._whole.labels(self._model).observe(time.perf_counter() - answer.started)
         if answer.queue_seconds is not None:
             self._queued.labels(self._model).observe(answer.queue_seconds)
+        if answer.arrivals and answer.queue_seconds is not None:
+            first, last = answer.arrivals[0][0], answer.arrivals[-1][0]
+            self._prefill.labels(self._model).observe(max(first - answer.started - answer.queue_seconds, 0.0))
+            self._decode.labels(self._model).observe(last - first)
         before = answer.started
         for index, (arrived, tokens) in enumerate(answer.arrivals):
             if index == 0:
@@ -146,10 +154,10 @@ def counts_json(counts: Counts) -> dict[str, Any]:
 
 
 class _EngineCollector(Collector):
-    """Gauges read from the engine when they are asked for."""
+    """Numbers read when they are asked for: the engine's, and the acceptance length so far."""
 
-    def __init__(self, engine: AsyncEngine, model: str):
-        self._engine, self._model = engine, model
+    def __init__(self, engine: AsyncEngine, model: str, totals: Counts):
+        self._engine, self._model, self._totals = engine, model, totals
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats()
@@ -158,9 +166,15 @@ class _EngineCollector(Collector):
             ("spec_num_requests_running", "Requests in the running batch.", stats["running"]),
             ("spec_num_requests_waiting", "Requests in the queue.", stats["waiting"]),
             ("spec_kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.", used),
+            (
+                "spec_spec_decode_acceptance_length",
+                "Drafted tokens kept per verify step, plus the bonus token, since the start.",
+                self._totals.acceptance_length,
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
+            if value is not None:
+                gauge.add_metric([self._model], value)
             yield gauge
         cached = stats["cached_prompt_tokens"]
         for name, text, value in (

@@ -143,6 +143,12 @@ def test_r24_numbers_follow_from_the_trace(way, end):
         ("spec_generation_tokens_total", "completion_tokens"),
     ):
         assert prometheus[name, ""] == stats[key]
+    assert prometheus["spec_spec_decode_acceptance_length", ""] == pytest.approx(stats["acceptance_length"], abs=1e-9)
+    count = sum(stats["requests"].values())
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
+    assert [prometheus[f"spec_{part}_seconds_count", ""] for part in parts] == [count] * len(parts)
+    *inner, whole = (prometheus[f"spec_{part}_seconds_sum", ""] for part in parts)
+    assert 0 < sum(inner) <= whole
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
