@@ -1,20 +1,40 @@
-"""A whole small target through the kernels equals the target through the references."""
+"""A whole small target, and one process's part of it, through the kernels equals itself through the references."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from target_model import sharding
 from target_model.batch import Batch
 from target_model.cache import PagedCache
+from target_model.checkpoint import fill_parameters
 from target_model.kernels import ops
-from tests.fixtures import random_target
+from target_model.model import TargetModel
+from target_model.sharding import Shard, ShardedTarget, shard_specs
+from tests.fixtures import random_target, random_tensors, tiny_config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def half_a_target(**overrides) -> ShardedTarget:
+    """The second of two parts, whose sums stay partial: one KV head, and half of the experts."""
+    config, shard = tiny_config(**overrides), Shard(1, 2)
+    target = ShardedTarget(config, shard)
+    target.materialise("cpu")
+    tensors = {spec.name: tensor for spec, tensor in random_tensors(config)}
+    parts = ((own, tensors[spec.name], region) for spec, own, region in shard_specs(config, shard))
+    fill_parameters(
+        target, ((own, value[tuple(slice(*part) for part in region or ())]) for own, value, region in parts)
+    )
+    return target
+
+
+def run(choice: str, make: Callable[..., TargetModel], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Final states of a prefill, of a tree that crosses a block border, and of a decode step behind its commit."""
     monkeypatch.setattr(ops, "override", choice)
-    target = random_target(head_dim=32, rotary_dim=16, block_size=16, num_layers=4).to(DEVICE)
+    monkeypatch.setattr(sharding.dist, "all_reduce", lambda *operands, **options: None)
+    target = make(head_dim=32, rotary_dim=16, block_size=16, num_layers=4).to(DEVICE)
     page = target.config.block_size
     cache = PagedCache(target.config, 24, dtype=torch.float32, device=DEVICE)
     prompts = [[(7 * i) % 50 for i in range(2 * page + 13)], [(3 * i) % 50 for i in range(page - 2)]]
@@ -30,6 +50,7 @@ def run(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return [*states, target(step, cache).final_state]
 
 
-def test_kernels_and_references_give_the_same_states(monkeypatch):
-    for out, want in zip(run("triton", monkeypatch), run("reference", monkeypatch), strict=True):
+@pytest.mark.parametrize("make", [random_target, half_a_target])
+def test_kernels_and_references_give_the_same_states(make, monkeypatch):
+    for out, want in zip(run("triton", make, monkeypatch), run("reference", make, monkeypatch), strict=True):
         torch.testing.assert_close(out, want, atol=2e-4, rtol=2e-4)
