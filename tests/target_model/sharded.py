@@ -28,6 +28,7 @@ class Case:
     parts: int = 1
     cuts: tuple[int, ...] = ()
     length: int = 60
+    device: str = "cpu"
 
     @property
     def processes(self) -> int:
@@ -37,7 +38,7 @@ class Case:
 def exercise(model: TargetModel, case: Case) -> dict[str, list[Tensor]]:
     """Prompts in two chunks, three tokens one by one, a tree, its commit, and a token behind it; two sequences."""
     rng = random.Random(0)
-    config = model.config
+    config, device = model.config, model.device
     cache = model.make_cache(2 * PAGES)
     tables = [list(range(r, 2 * PAGES, 2)) for r in range(2)]
     lengths = [case.length, case.length - 7]
@@ -57,7 +58,7 @@ def exercise(model: TargetModel, case: Case) -> dict[str, list[Tensor]]:
         return batch
 
     def causal(counts: list[int], starts: list[int]) -> None:
-        run(Batch.causal(config.block_size, "cpu", [tokens(count) for count in counts], starts, tables))
+        run(Batch.causal(config.block_size, device, [tokens(count) for count in counts], starts, tables))
 
     causal([13, 29], [0, 0])
     causal([lengths[0] - 13, lengths[1] - 29], [13, 29])
@@ -69,10 +70,12 @@ def exercise(model: TargetModel, case: Case) -> dict[str, list[Tensor]]:
     for parent in parents[1:]:
         paths.append([*paths[parent], len(paths)])
     depths, masks = [len(path) - 1 for path in paths], [sum(1 << node for node in path) for path in paths]
-    tree = Batch.tree(config.block_size, "cpu", [tokens(7), tokens(7)], committed, tables, [depths] * 2, [masks] * 2)
-    cache.commit(run(tree), torch.tensor([[2, 5, 6], [1, 3, -1]]))
+    tree = Batch.tree(config.block_size, device, [tokens(7), tokens(7)], committed, tables, [depths] * 2, [masks] * 2)
+    cache.commit(run(tree), torch.tensor([[2, 5, 6], [1, 3, -1]], device=device))
     causal([1, 1], [committed[0] + 4, committed[1] + 3])
-    return seen | {"cache": [cache.k, cache.v, cache.index_k]}
+    final, aux = model.capture(torch.arange(40).view(2, 20), case.taps)
+    seen |= {"captured": [final, aux], "cache": [cache.k, cache.v, cache.index_k]}
+    return {name: [value.cpu() for value in values] for name, values in seen.items()}
 
 
 def _load(case: Case, rank: int) -> TargetModel:
@@ -81,27 +84,27 @@ def _load(case: Case, rank: int) -> TargetModel:
     groups = [dist.new_group(list(range(first, first + case.parts))) for first in range(0, case.processes, case.parts)]
     edges = [0, *case.cuts, None]
     shard = Shard(part, case.parts, edges[stage], edges[stage + 1])
+    device = case.device if case.device == "cpu" else f"{case.device}:{rank}"
     if not case.cuts:
-        return load_shard(case.target, shard)
+        return load_shard(case.target, shard, device=device)
     build = functools.partial(
         PipelineStage,
         previous=rank - case.parts if stage else None,
         following=rank + case.parts if stage < len(case.cuts) else None,
         group=groups[stage],
     )
-    return load_shard(case.target, shard, build=build)
+    return load_shard(case.target, shard, device=device, build=build)
 
 
 def _process(rank: int, cases: list[Case], directory: Path) -> None:
     torch.set_num_threads(1)
-    processes = cases[0].processes
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=processes)
+    processes, backend = cases[0].processes, "gloo"
+    if cases[0].device == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{directory}/meeting", rank=rank, world_size=processes)
     for number, case in enumerate(cases):
-        model = _load(case, rank)
-        kept = exercise(model, case)
-        kept["parameters"] = [torch.tensor(sum(p.numel() for p in model.parameters()))]
-        final, aux = model.capture(torch.arange(40).view(2, 20), case.taps)
-        torch.save(kept | {"captured": [final, aux]}, directory / f"{number}-{rank}.pt")
+        torch.save(exercise(_load(case, rank), case), directory / f"{number}-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -66,9 +66,8 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 def compare(cases: list[Case], directory: Path) -> None:
     """What every process saw, against one process."""
     for case, ranks in zip(cases, run_cases(cases, directory), strict=True):
-        model = load_target(case.target)
+        model = load_target(case.target, device=case.device)
         alone = exercise(model, case)
-        alone["captured"] = list(model.capture(torch.arange(40).view(2, 20), case.taps))
         for seen in ranks[-case.parts :]:
             for name in ("logits", "aux", "captured"):
                 equal(seen[name], alone[name])
@@ -138,6 +137,15 @@ def test_four_processes_equal_one(targets: Path, tmp_path: Path):
         Case(plain, (0, 2, 5), cuts=(1, 2, 5)),
     ]
     compare(cases, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one(tmp_path: Path):
+    """Over NCCL, through the kernels."""
+    compare([Case("m3-tiny", (2, 4, 5), 2, length=150, device="cuda")], tmp_path)
+    (tmp_path / "stages").mkdir()
+    compare([Case("m3-tiny", (2, 4, 5), cuts=(5,), length=150, device="cuda")], tmp_path / "stages")
 
 
 @pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 3), (8, 1)])
