@@ -15,21 +15,35 @@ class FiniteAdamW(torch.optim.AdamW):
     weights changed, the same on every rank.
     """
 
-    # DeepSpeed also steps while it starts, before there is a batch, to make the state.
     _losses: tuple[Tensor, ...] = ()
-    updated = False
+    _started = updated = False
 
     def start_step(self) -> None:
-        self.updated, self._losses = False, ()
+        self._started, self.updated, self._losses = True, False, ()
 
     def watch(self, loss: Tensor) -> None:
         """The loss of a micro batch: its gradient can be finite where it is not."""
         self._losses = (*self._losses, loss.detach())
 
     def step(self, closure: Callable | None = None) -> None:
-        if self._finite_everywhere():
+        if not self._started:
+            self._make_state()
+        elif self._finite_everywhere():
             super().step(closure)
             self.updated = True
+
+    def _make_state(self) -> None:
+        """DeepSpeed steps once while it starts, with zero gradients, so that there is a state. That is no update: it
+        must not decay weights, nor count where Adam corrects for its young averages.
+        """
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = 0.0
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for state in self.state.values():
+            state["step"].zero_()
 
     @torch.no_grad()
     def _finite_everywhere(self) -> bool:

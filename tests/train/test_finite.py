@@ -105,6 +105,19 @@ def test_many_in_a_row_end_the_run(tmp_path, monkeypatch):
         train(run_config(tmp_path, "bad", 1, optimizer={"skip_limit": 2}), progress=False)
 
 
+def test_the_stages_make_the_same_updates_in_bfloat16(tmp_path):
+    """DeepSpeed's step without a batch, with which some stages start, neither counts for Adam nor decays weights."""
+    losses = []
+    for stage in (0, 1):
+        change = {"optimizer": {"weight_decay": 0.5, "lr": 1e-3}, "schedule": {"steps": 4, "warmup": 0.0}}
+        config = run_config(tmp_path, f"bf16-{stage}", stage, **change)
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": "bfloat16"})})
+        train(config, progress=False)
+        losses.append([line["loss"] for line in log_of(config.run_directory)])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+
+
 @pytest.mark.slow
 def test_two_processes_skip_together(tmp_path):
     """Rank 0 alone sees the bad numbers; both leave the step out and end with the same weights."""
