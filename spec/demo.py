@@ -7,13 +7,12 @@ without it, and shows one answer with its accepted tokens coloured.
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
 from draft_model.checkpoint import load_draft
 from serve.tree import TreeConfig
-from spec.bench.sweep import Condition, Contender, Row, sampling_params, short_name, sweep
+from spec.bench.sweep import Condition, Contender, Row, sampling_params, short_name, sweep_with_progress
 from spec.bench.tables import number
 from spec.judge import CHAIN
 from spec.pair import Pair, load_pair
@@ -86,14 +85,9 @@ def _measure(
     longest = tokens + max(len(pair.render(prompt.turns[0])) for prompt in questions)
     contenders = [Contender(name, pair.engine(shape, longest)) for name, pair in pairs.items() for shape in shapes]
     plain, conditions = pair.engine(None, longest), [Condition(temperature) for temperature in TEMPERATURES]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("warming up", total=len(TEMPERATURES) * len(questions))
-
-        def advance(label: str, count: int) -> None:
-            progress.update(task, advance=count, description=label)
-
-        suites = {SUITE: questions}
-        return list(sweep(plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed, advance=advance))
+    return sweep_with_progress(
+        console, plain, contenders, {SUITE: questions}, conditions, pair, tokens=tokens, seed=seed
+    )
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TimeElapsedColumn
 
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
@@ -18,7 +17,7 @@ from spec.bench.costs import StepCosts
 from spec.bench.recording import Recording
 from spec.bench.report import write_report
 from spec.bench.results import result_json
-from spec.bench.sweep import Condition, Contender, Row, sweep
+from spec.bench.sweep import Condition, Contender, Row, sweep_with_progress
 from spec.bench.tables import print_definitions, print_rows
 from spec.pair import Pair, pairs_of
 from spec.suites import Prompt, Suite, load_suite
@@ -181,19 +180,8 @@ def _measure(
         for name, each in pairs.items()
         for shape in settings.shapes
     ]
-    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console, transient=True) as progress:
-        asked = sum(settings.repeats if condition.temperature else 1 for condition in conditions)
-        task = progress.add_task("warming up", total=asked * sum(map(len, suites.values())))
-
-        def advance(label: str, count: int) -> None:
-            progress.update(task, advance=count, description=label)
-
-        tokens, seed, repeats = settings.tokens, settings.seed, settings.repeats
-        return list(
-            sweep(
-                plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed, repeats=repeats, advance=advance
-            )
-        )
+    asked = {"tokens": settings.tokens, "seed": settings.seed, "repeats": settings.repeats}
+    return sweep_with_progress(console, plain, contenders, suites, conditions, pair, **asked)
 
 
 def _look_closer(

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
 from serve.engine import Engine
 from serve.request import Completion, SamplingParams
 from serve.tree import TreeConfig
@@ -203,6 +206,31 @@ def sweep(
             for contender, collected in zip(contenders, answers, strict=True):
                 shape = contender.engine.tree
                 yield Row(suite, contender.draft, contender.label, shape, condition, tuple(collected))
+
+
+def sweep_with_progress(
+    console: Console,
+    plain: Engine,
+    contenders: Sequence[Contender],
+    suites: Mapping[str, Sequence[Prompt]],
+    conditions: Sequence[Condition],
+    pair: Pair,
+    *,
+    tokens: int,
+    seed: int,
+    repeats: int = 1,
+) -> list[Row]:
+    """The rows of `sweep`, with a bar while they are measured."""
+    columns = (*Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        asked = sum(repeats if condition.temperature else 1 for condition in conditions)
+        task = progress.add_task("warming up", total=asked * sum(map(len, suites.values())))
+
+        def advance(label: str, count: int) -> None:
+            progress.update(task, advance=count, description=label)
+
+        settings = {"tokens": tokens, "seed": seed, "repeats": repeats, "advance": advance}
+        return list(sweep(plain, contenders, suites, conditions, pair, **settings))
 
 
 def _ask(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from serve.budget import OFF
@@ -21,7 +20,7 @@ from spec.bench.acceptance import longest_context
 from spec.bench.costs import StepCosts
 from spec.bench.recording import Recording, record
 from spec.bench.replay import acceptance, best_static_tree
-from spec.bench.sweep import Condition, Contender, Row, short_name, sweep
+from spec.bench.sweep import Condition, Contender, Row, short_name, sweep_with_progress
 from spec.pair import Pair, load_pair
 from spec.suites import load_suite
 from spec.tree_file import write_tree
@@ -159,14 +158,8 @@ def _measure(
     plain = pair.engine(None, longest, together)
     contenders = [Contender(settings.draft, pair.engine(shape, longest, together)) for shape in shapes]
     conditions = [Condition(each, concurrency=batch) for batch in settings.batches for each in settings.temperatures]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("warming up", total=len(conditions) * len(prompts))
-
-        def advance(label: str, count: int) -> None:
-            progress.update(task, advance=count, description=label)
-
-        tokens, seed, suites = settings.tokens, settings.seed, {settings.suite: prompts}
-        return list(sweep(plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed, advance=advance))
+    suites, tokens, seed = {settings.suite: prompts}, settings.tokens, settings.seed
+    return sweep_with_progress(console, plain, contenders, suites, conditions, pair, tokens=tokens, seed=seed)
 
 
 def _score(rows: list[Row]) -> float:
