@@ -109,17 +109,25 @@ class ImageUrl(Strict):
     detail: Literal["auto"] | None = None
 
 
+class VideoUrl(Strict):
+    """A data: URL with the video in it, or a file: URL where the server allows that."""
+
+    url: str
+
+
 class ContentPart(Strict):
-    type: Literal["text", "image_url"]
+    type: Literal["text", "image_url", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
 
     @model_validator(mode="after")
     def _holds_what_it_says(self) -> "ContentPart":
-        other = "image_url" if self.type == "text" else "text"
-        if (self.text if self.type == "text" else self.image_url) is None:
+        given = {"text": self.text, "image_url": self.image_url, "video_url": self.video_url}
+        if given.pop(self.type) is None:
             raise ValueError(f"{self.type}: is missing")
-        if (self.image_url if self.type == "text" else self.text) is not None:
+        other = next((name for name, value in given.items() if value is not None), None)
+        if other is not None:
             raise ValueError(f"{other}: not in a part of type {self.type}")
         return self
 
@@ -160,7 +168,7 @@ class Message(Strict):
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("tool_call_id: only with role tool")
         if self.role not in ("user", "tool") and any(part.type != "text" for part in self.parts):
-            raise ValueError("content: pictures only with the roles user and tool")
+            raise ValueError("content: pictures and videos only with the roles user and tool")
         return self
 
     @property

@@ -33,54 +33,55 @@ class PictureLimits:
 
 def load_picture(url: str, processor: VisionProcessor, limits: PictureLimits, where: str) -> VisionInput:
     """The picture behind a URL, ready for the model. ApiError 400 names the field `where` and what is wrong."""
-    data = _bytes_of(url, limits, where)
+    data = bytes_of(url, limits, where)
     if len(data) > limits.size:
-        raise _refusal(f"the picture has {len(data)} bytes, this server takes {limits.size}", where)
+        raise refusal(f"the picture has {len(data)} bytes, this server takes {limits.size}", where)
     # Decoders meet hostile bytes with exceptions of every kind; whichever it is, the picture is at fault.
     try:
         picture = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = picture.size
         frames = picture.n_frames if picture.format in ANIMATED else 1
     except Exception:
-        raise _refusal(f"this is no picture in one of the formats {', '.join(FORMATS)}", where) from None
+        raise refusal(f"this is no picture in one of the formats {', '.join(FORMATS)}", where) from None
     if width * height > limits.pixels:
-        raise _refusal(f"the picture has {width} x {height} pixels, this server takes {limits.pixels}", where)
+        raise refusal(f"the picture has {width} x {height} pixels, this server takes {limits.pixels}", where)
     if frames > 1:
-        raise _refusal(f"an animation of {frames} frames: only still pictures are supported", where)
+        raise refusal(f"an animation of {frames} frames: only still pictures are supported", where)
     try:
         picture.load()
     except Exception as error:
-        raise _refusal(f"the picture cannot be decoded: {error}", where) from None
+        raise refusal(f"the picture cannot be decoded: {error}", where) from None
     try:
         return processor.image(picture)
     except UserError as error:
-        raise _refusal(str(error), where) from None
+        raise refusal(str(error), where) from None
 
 
-def _bytes_of(url: str, limits: PictureLimits, where: str) -> bytes:
+def bytes_of(url: str, limits: PictureLimits, where: str, kind: str = "image") -> bytes:
+    """The bytes behind a data: URL of this kind, or a file: URL where the server reads them."""
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
-        return _decoded(url, where)
+        return _decoded(url, where, kind)
     if scheme == "file":
         return _read(url, limits, where)
     if scheme in ("http", "https"):
-        raise _refusal("nothing is fetched from the network: send the picture itself as a data: URL", where)
-    raise _refusal(f"unknown kind of URL {url[:20]!r}: send the picture as a data: URL", where)
+        raise refusal("nothing is fetched from the network: send it itself as a data: URL", where)
+    raise refusal(f"unknown kind of URL {url[:20]!r}: send it as a data: URL", where)
 
 
-def _decoded(url: str, where: str) -> bytes:
+def _decoded(url: str, where: str, kind: str) -> bytes:
     header, comma, text = url.partition(",")
-    if not comma or not header.lower().startswith("data:image/") or not header.lower().endswith(";base64"):
-        raise _refusal("must have the form data:image/TYPE;base64,DATA", where)
+    if not comma or not header.lower().startswith(f"data:{kind}/") or not header.lower().endswith(";base64"):
+        raise refusal(f"must have the form data:{kind}/TYPE;base64,DATA", where)
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refusal(f"not valid base64: {error}", where) from None
+        raise refusal(f"not valid base64: {error}", where) from None
 
 
 def _read(url: str, limits: PictureLimits, where: str) -> bytes:
     if limits.directory is None:
-        raise _refusal("this server reads no local files: send the picture as a data: URL", where)
+        raise refusal("this server reads no local files: send it as a data: URL", where)
     parts = urlsplit(url)
     try:
         # Links are followed first: what counts is where the file really is.
@@ -88,12 +89,12 @@ def _read(url: str, limits: PictureLimits, where: str) -> bytes:
         inside = path.is_relative_to(limits.directory.resolve())
         # One answer for all, so that it tells nothing of files elsewhere.
         if parts.netloc not in ("", "localhost") or not inside or not path.is_file():
-            raise _refusal("no such file in the directory whose pictures this server reads", where)
+            raise refusal("no such file in the directory whose pictures this server reads", where)
         with path.open("rb") as file:
             return file.read(limits.size + 1)
     except (OSError, ValueError):
-        raise _refusal("the file cannot be read", where) from None
+        raise refusal("the file cannot be read", where) from None
 
 
-def _refusal(message: str, where: str) -> ApiError:
+def refusal(message: str, where: str) -> ApiError:
     return ApiError(400, f"{where}: {message}", where, "invalid_value")

@@ -6,11 +6,10 @@ from typing import Any
 from serve.api_errors import ApiError, from_user_error
 from serve.grammar import Grammar
 from serve.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, Message, SamplingFields
-from serve.pictures import load_picture
 from serve.request import ImageSpan, SamplingParams
 from serve.service import Service
+from serve.shown import place_shown, read_shown, too_long
 from target_model.errors import UserError
-from target_model.images import VisionInput, expand_placeholders
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -97,46 +96,15 @@ def render(
     """A rendered conversation, its pictures read."""
     check_length(_texts(messages), service, "messages")
     ordered = in_call_order(messages)
-    shown = _pictures(messages, service)
-    images = [image for message in ordered for image in shown.get(id(message), [])]
+    found = read_shown(messages, service)
+    shown = [each for message in ordered for each in found.get(id(message), [])]
     try:
         token_ids = service.tokenizer.render_chat(
             [message.model_dump(exclude_none=True) for message in ordered], tools, mode, add_generation_prompt
         )
     except UserError as error:
         raise from_user_error(error, {"messages", "tools"}, "messages") from None
-    if not images:
-        return Prompt(token_ids)
-    token_ids, starts = expand_placeholders(token_ids, images, service.image_token_id)
-    spans = (
-        ImageSpan(start, start + image.rows, image.digest, image) for start, image in zip(starts, images, strict=True)
-    )
-    return Prompt(token_ids, tuple(spans))
-
-
-def _pictures(messages: list[Message], service: Service) -> dict[int, list[VisionInput]]:
-    """The pictures of each message that has some, by the message's identity. Reading stops at the first that fails, or
-    where they cannot fit the context any more.
-    """
-    found: dict[int, list[VisionInput]] = {}
-    count = rows = 0
-    for index, message in enumerate(messages):
-        for place, part in enumerate(message.parts):
-            if part.image_url is None:
-                continue
-            where = f"messages[{index}].content[{place}].image_url"
-            if service.pictures is None:
-                raise ApiError(400, f"{where}: the model served here sees no pictures", where, "unsupported_field")
-            count += 1
-            limit = service.settings.pictures.count
-            if count > limit:
-                raise ApiError(400, f"{where}: more than {limit} pictures in a request", where, "invalid_value")
-            image = load_picture(part.image_url.url, service.pictures, service.settings.pictures, f"{where}.url")
-            rows += image.rows
-            if rows >= service.context:
-                raise _too_long(f"at least {rows}", service, "messages")
-            found.setdefault(id(message), []).append(image)
-    return found
+    return Prompt(*place_shown(token_ids, shown))
 
 
 def _texts(messages: list[Message]) -> list[str]:
@@ -148,19 +116,14 @@ def check_length(texts: list[str], service: Service, param: str) -> None:
     """Refuses what is too long whatever its tokens are, without encoding it."""
     least = sum(len(text) for text in texts) // service.tokenizer.longest_token
     if least >= service.context:
-        raise _too_long(f"at least {least}", service, param)
+        raise too_long(f"at least {least}", service, param)
 
 
 def check_context(prompt: list[int], service: Service, param: str) -> None:
     if not prompt:
         raise ApiError(400, f"{param}: must have at least 1 token", param, "invalid_value")
     if len(prompt) >= service.context:
-        raise _too_long(str(len(prompt)), service, param)
-
-
-def _too_long(tokens: str, service: Service, param: str) -> ApiError:
-    message = f"{param}: the prompt has {tokens} tokens, but the context holds {service.context}, answer included"
-    return ApiError(400, message, param, "context_length_exceeded")
+        raise too_long(str(len(prompt)), service, param)
 
 
 def in_call_order(messages: list[Message]) -> list[Message]:

@@ -171,6 +171,7 @@ def make_service(
         settings or Settings(),
         description.pictures,
         engine.runner.target.config.image_token_id,
+        engine.runner.target.config.video_token_id,
         engine.runner.target.config.vocab_size,
     )
 

@@ -43,7 +43,7 @@ class Service:
     """One served model.
 
     context: tokens of prompt and answer that a request can have. pictures: reads them, None when the model sees none;
-    image_token_id stands for them in a prompt. vocab_size: of the model, None: the tokenizer's.
+    image_token_id and video_token_id stand for them in a prompt. vocab_size: of the model, None: the tokenizer's.
     """
 
     engine: AsyncEngine
@@ -55,6 +55,7 @@ class Service:
     settings: Settings = field(default_factory=Settings)
     pictures: VisionProcessor | None = None
     image_token_id: int | None = None
+    video_token_id: int | None = None
     vocab_size: int | None = None
     grammars: GrammarCompiler = field(init=False)
     # Long texts have a thread of their own, so that they keep only each other waiting.

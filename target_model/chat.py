@@ -75,8 +75,11 @@ def _normalise_content(content: Any, where: str) -> str | list[dict[str, Any]] |
             parts.append({"type": "text", "text": part["text"]})
         elif kind in ("image", "image_url"):
             parts.append({"type": "image"})
+        elif kind in ("video", "video_url"):
+            parts.append({"type": "video"})
         else:
-            raise UserError(f"{where}[{index}].type: unknown content part {kind!r}, must be text, image or image_url")
+            known = "text, image, image_url, video or video_url"
+            raise UserError(f"{where}[{index}].type: unknown content part {kind!r}, must be {known}")
     return parts
 
 

@@ -176,21 +176,3 @@ def video_text(video: VisionInput, seconds: Sequence[float], merge: int) -> str:
     together = -(-len(seconds) // steps)
     times = [seconds[min(step * together, len(seconds) - 1)] for step in range(steps)]
     return "".join(f"]<]{time:.1f} seconds[>[{IMAGE_START}{VIDEO_TOKEN * rows}{IMAGE_END}" for time in times)
-
-
-def expand_placeholders(
-    token_ids: Sequence[int], images: Sequence[VisionInput], image_token_id: int
-) -> tuple[list[int], list[int]]:
-    """The prompt with the single placeholder of each image repeated once for each of its rows, and where they start."""
-    places = sum(token == image_token_id for token in token_ids)
-    if places != len(images):
-        raise UserError(f"the prompt has places for {places} images, but {len(images)} come with it")
-    expanded: list[int] = []
-    starts: list[int] = []
-    for token in token_ids:
-        if token == image_token_id:
-            starts.append(len(expanded))
-            expanded += [token] * images[len(starts) - 1].rows
-        else:
-            expanded.append(token)
-    return expanded, starts

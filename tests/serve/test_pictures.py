@@ -154,7 +154,7 @@ def test_parts_are_strict(processor: VisionProcessor):
         ({"type": "image_url", "text": "a", "image_url": url}, "messages[0].content[0].text"),
         ({"type": "image_url", "image_url": {**url, "detail": "low"}}, "messages[0].content[0].image_url.detail"),
         ({"type": "image_url", "image_url": url["url"]}, "messages[0].content[0].image_url"),
-        ({"type": "video_url", "video_url": url}, "messages[0].content[0].type"),
+        ({"type": "video_url", "image_url": url}, "messages[0].content[0].video_url"),
         ({"type": "audio"}, "messages[0].content[0].type"),
     ):
         assert refusal(sees(processor), [{"role": "user", "content": [part]}])[0] == param

@@ -14,7 +14,7 @@ from transformers.models.minimax_m3_vl.processing_minimax_m3_vl import MiniMaxM3
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from target_model.errors import UserError
-from target_model.images import PixelRules, VisionInput, VisionProcessor, expand_placeholders, sample_frames, video_text
+from target_model.images import PixelRules, VisionProcessor, sample_frames, video_text
 from tests.fixtures import TINY_VISION
 
 PROCESSOR = VisionProcessor(TINY_VISION, PixelRules())
@@ -158,18 +158,6 @@ def test_words_of_a_video():
         0,
     )
     assert video_text(made, [index / 10.0 for index in taken], 2) == theirs
-
-
-def test_placeholders():
-    def image(rows: int) -> VisionInput:
-        return VisionInput("image", torch.empty(0), (), rows, b"")
-
-    assert expand_placeholders([1, 9, 2, 9, 9], [image(3), image(1), image(2)], 9) == (
-        [1, 9, 9, 9, 2, 9, 9, 9],
-        [1, 5, 6],
-    )
-    with pytest.raises(UserError, match="places for 1 images, but 2"):
-        expand_placeholders([9], [image(1), image(1)], 9)
 
 
 def rules(tmp_path: Path, **values) -> PixelRules:
