@@ -50,8 +50,11 @@ class MakeCache:
 
 @dataclass(frozen=True)
 class Forward:
+    """`choice_of`: layer whose choice of blocks is wanted, or None."""
+
     cache: int
     layout: BatchLayout
+    choice_of: int | None
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ class LeaderTarget(ShardedTarget):
     ) -> TargetOutput:
         with self.followers.guard():
             layout, integers = pack(batch)
-            self.followers.tell(Forward(cache.number, layout))
+            self.followers.tell(Forward(cache.number, layout, recorder and recorder.choice_of))
             dist.broadcast(integers, 0)
             if batch.image_features is not None:
                 dist.broadcast(batch.image_features.contiguous(), 0)
@@ -178,11 +181,12 @@ def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
     with torch.inference_mode():
         while True:
             match receive():
-                case Forward(cache, layout):
+                case Forward(cache, layout, choice_of):
                     integers = broadcast((_size(layout),), torch.int64)
                     features = None if layout.features is None else broadcast(layout.features, target.dtype)
                     batches[cache] = unpack(layout, integers, features)
-                    target(batches[cache], caches[cache])
+                    recorder = None if choice_of is None else Recorder(choice_of=choice_of)
+                    target(batches[cache], caches[cache], recorder=recorder)
                 case Logits(shape):
                     target.logits(broadcast(shape, target.dtype))
                 case Commit(cache, shape):

@@ -110,7 +110,7 @@ class TargetModel(nn.Module):
     ):
         super().__init__()
         self.config, self.dtype = config, dtype
-        self.total_layers = config.num_layers  # of the whole target, where these are not all
+        self.whole = config  # of the whole target, where this is a part of it
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
@@ -133,7 +133,7 @@ class TargetModel(nn.Module):
 
     def check_taps(self, taps: Sequence[int]) -> None:
         """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
-        layers = self.total_layers
+        layers = self.whole.num_layers
         if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
             raise UserError(f"taps {tuple(taps)} must be distinct, ascending layers between 0 and {layers - 1}")
 

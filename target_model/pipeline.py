@@ -96,4 +96,5 @@ class PipelineStage(ShardedTarget):
         following = next((n for n in range(cut, config.num_layers) if config.sparse_layers[n]), None)
         if following is None or not config.reuses_blocks[following]:
             return False
-        return recorder is not None or batch.max_context > config.top_k_blocks * config.block_size
+        complete = recorder is not None and recorder.complete
+        return complete or batch.max_context > config.top_k_blocks * config.block_size

@@ -11,18 +11,20 @@ The split model is an ordinary `TargetModel` of a smaller config. Shapes: T rows
 token.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from target_model.batch import Batch
+from target_model.cache import PagedCache, TransientCache
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.kernels import ops
 from target_model.layers import empty
-from target_model.model import TargetModel
+from target_model.model import Recorder, TargetModel, TargetOutput
 from target_model.moe import MixtureOfExperts
 from target_model.quantised import quantise_parameters
 from target_model.quantised_formats import Format
@@ -178,7 +180,8 @@ class ShardedExperts(MixtureOfExperts):
 
 class ShardedTarget(TargetModel):
     """One process's part of a target. All ranks of `group` (None: all processes) call the same methods, in the same
-    order and on the same batches, and get the same states and scores; block choices are those of a rank's own heads.
+    order and on the same batches, and get the same states and scores. Recorded block choices are those of a rank's own
+    heads, but where only one layer's are asked for they are everybody's.
 
     `config` describes the part; `whole` is the target's. `formats` names parameters of the part.
     """
@@ -196,7 +199,7 @@ class ShardedTarget(TargetModel):
         local = local_config(config, shard)
         super().__init__(local, dtype, vision=vision)
         self.whole, self.shard, self.group = config, shard, group
-        self.first_layer, self.total_layers = shard.first, config.num_layers
+        self.first_layer = shard.first
         with torch.device("meta"):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size // shard.size, bias=False, dtype=dtype)
             for number, layer in zip(shard.layers(config), self.layers, strict=True):
@@ -214,6 +217,25 @@ class ShardedTarget(TargetModel):
     def _add_up(self, module: nn.Module, inputs: tuple, output: Tensor | tuple[Tensor, Tensor | None]) -> None:
         """Completes the partial sums in place, before anybody reads them."""
         dist.all_reduce(output[0] if isinstance(output, tuple) else output, group=self.group)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        batch: Batch,
+        cache: PagedCache | TransientCache,
+        taps: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> TargetOutput:
+        output = super().forward(batch, cache, taps, recorder)
+        if recorder is not None and not recorder.complete and self.shard.size > 1:
+            own_TJN = recorder.blocks[recorder.choice_of]
+            if own_TJN is not None:
+                gathered = own_TJN.new_empty(self.shard.size, *own_TJN.shape)
+                dist.all_gather(list(gathered), own_TJN.contiguous(), group=self.group)
+                # Above one KV head on each rank, neighbours hold the same one.
+                every = max(1, self.shard.size // self.whole.num_kv_heads)
+                recorder.blocks[recorder.choice_of] = torch.cat(list(gathered[::every]), dim=1)
+        return output
 
     @torch.no_grad()
     def logits(self, final_state: Tensor) -> Tensor:

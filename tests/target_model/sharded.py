@@ -73,6 +73,12 @@ def exercise(model: TargetModel, case: Case) -> dict[str, list[Tensor]]:
     tree = Batch.tree(config.block_size, device, [tokens(7), tokens(7)], committed, tables, [depths] * 2, [masks] * 2)
     cache.commit(run(tree), torch.tensor([[2, 5, 6], [1, 3, -1]], device=device))
     causal([1, 1], [committed[0] + 4, committed[1] + 3])
+    if not case.cuts:
+        # Behind the last layer, by a pass that records nothing else.
+        recorder = Recorder(choice_of=config.num_layers - 1)
+        step = [length + 4 for length in committed], tables
+        model(Batch.causal(config.block_size, device, [tokens(1), tokens(1)], *step), cache, recorder=recorder)
+        seen["choice"] = list(recorder.blocks.values())
     final, aux = model.capture(torch.arange(40).view(2, 20), case.taps)
     seen |= {"captured": [final, aux], "cache": [cache.k, cache.v, cache.index_k]}
     return {name: [value.cpu() for value in values] for name, values in seen.items()}

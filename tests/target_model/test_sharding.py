@@ -71,6 +71,8 @@ def compare(cases: list[Case], directory: Path) -> None:
         for seen in ranks[-case.parts :]:
             for name in ("logits", "aux", "captured"):
                 equal(seen[name], alone[name])
+            if not case.cuts:
+                assert torch.equal(seen["choice"][0], alone["choice"][0])
         _compare_layers(case, ranks, alone, model.config)
 
 
