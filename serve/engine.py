@@ -96,7 +96,8 @@ class Engine:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
         cache = target.make_cache(pages, draft=shape, kv_dtype=kv_dtype, index_dtype=index_dtype)
-        drafter = Drafter(draft, cache, ChosenBlocks.parse(draft_attention, config, draft.config)) if draft else None
+        chosen = ChosenBlocks.parse(draft_attention, target.whole, draft.config) if draft else None
+        drafter = Drafter(draft, cache, chosen) if draft else None
         synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
         if synthetic and self.budget:
             raise UserError("a synthetic acceptance length needs a fixed tree, not an adaptive one")

@@ -93,8 +93,6 @@ def load_engine(
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     if draft is None and (draft_dtype is not None or draft_attention != "full"):
         raise UserError("a type or an attention of the draft is given, but there is no draft")
-    if draft_attention != "full" and tensor_parallel > 1:
-        raise UserError("sparse draft attention needs a target in one process, whose layers choose for all heads")
     resolved = resolve_target(target) if dummy is None else _dummy(target, dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = _choose_draft(draft, resolved, dummy)
