@@ -149,6 +149,24 @@ def kernels(
 
 
 @bench.command()
+def train(
+    sequence: Annotated[int, typer.Option(min=16, help="Tokens of a row.")] = 4096,
+    long: Annotated[int, typer.Option(min=0, help="Tokens of a second, long row; 0: none.")] = 32768,
+    steps: Annotated[int, typer.Option(min=1, max=16, help="Steps of the training-time test.")] = 7,
+    repeats: Annotated[int, typer.Option(min=1, help="Optimizer steps that are timed.")] = 5,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 1,
+    plain: Annotated[bool, typer.Option(help="Also time a plain PyTorch implementation.")] = True,
+    small: Annotated[bool, typer.Option("--small", help="A small draft, to try the command on a CPU.")] = False,
+    device: Device = "auto",
+    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+) -> None:
+    """The draft's training step at MiniMax-M3's size: time, tokens/s, MFU, memory, against plain PyTorch."""
+    from spec.bench import training
+
+    training.run(training.Settings(sequence, long, steps, repeats, zero_stage, small, plain), device, json)
+
+
+@bench.command()
 def serve(
     url: Annotated[str, typer.Option(help="Address of the server, with or without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask. Default: the first that the server lists.")] = None,
