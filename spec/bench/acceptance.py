@@ -195,7 +195,7 @@ def _look_closer(
     pair = next(iter(pairs.values()))
     longest = longest_context(pair, [prompt for prompts in suites.values() for prompt in prompts], settings.tokens)
     with console.status("recording, and measuring what a step costs"):
-        costs = costs or step_costs.measure(pair, max(settings.concurrency), longest)
+        costs = costs or step_costs.measure(pair, max(settings.concurrency), longest // 2)
         tokens, seed, conditions = settings.tokens, settings.seed, settings.conditions()
         found = look_closer(pairs, suites, conditions, rows, costs, tokens=tokens, seed=seed, longest=longest)
     print_closer_look(console, found[0])

@@ -28,16 +28,16 @@ PROBES = (
     TreeConfig(8, 4, 32),
     TreeConfig(8, 8, 64),
 )
-PASSES = 3
+PASSES, LONGEST = 3, 1024
 FIELDS = ("depth", "width", "nodes", "batch", "context", "draft", "verify")
 
 
 class StepCosts:
-    """Seconds of one step, by shape and batch, at the smallest measured context."""
+    """Seconds of one step, by shape and batch, at the measured context that is nearest to `context`."""
 
-    def __init__(self, costs: tuple[Cost, ...]):
+    def __init__(self, costs: tuple[Cost, ...], context: int = 0):
         self.costs = costs
-        context = min(cost.context for cost in costs)
+        context = min((cost.context for cost in costs), key=lambda measured: abs(measured - context))
         self._by_batch: dict[int, list[Cost]] = {}
         for cost in costs:
             if cost.context == context:
@@ -71,15 +71,18 @@ class StepCosts:
 
 
 def measure(pair: Pair, largest_batch: int, context: int) -> StepCosts:
-    """Real steps on this machine. The fastest of a few passes counts: whatever else it does only adds to a step."""
+    """Real steps on this machine, for contexts of about `context` tokens. The fastest of a few passes counts: whatever
+    else the machine does only adds to a step.
+    """
+    limit = min(pair.target.config.max_position, LONGEST)
     fastest: dict[tuple[TreeConfig, int, int], Cost] = {}
     for _ in range(PASSES):
-        table = measure_costs(pair.target, pair.draft, max_running=largest_batch, context=context, shapes=PROBES)
+        table = measure_costs(pair.target, pair.draft, max_running=largest_batch, context=limit, shapes=PROBES)
         for cost in table.costs:
             key = cost.shape, cost.batch, cost.context
             if key not in fastest or cost.draft + cost.verify < fastest[key].draft + fastest[key].verify:
                 fastest[key] = cost
-    return StepCosts(tuple(fastest.values()))
+    return StepCosts(tuple(fastest.values()), context)
 
 
 def costs_json(costs: StepCosts) -> list[dict[str, Any]]:

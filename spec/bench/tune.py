@@ -85,7 +85,7 @@ def run(settings: Settings, output: Path) -> TreeConfig:
             for each in settings.temperatures
         ]
     with console.status("measuring what a step costs"):
-        costs = step_costs.measure(pair, max(settings.batches), longest)
+        costs = step_costs.measure(pair, max(settings.batches), longest // 2)
     ranked = rank(recordings, costs, settings.batches)
     chosen = finalists(ranked, settings.finalists)
     console.print(

@@ -30,6 +30,14 @@ def test_shapes_between_the_measured_ones(shape):
     assert costs().speed_up(shape, 3.0, 1) == pytest.approx(3 * sum(seconds(OFF, 1)) / sum(seconds(shape, 1)))
 
 
+def test_the_nearest_context_counts():
+    both = [
+        Cost(c.shape, c.batch, context, c.draft, c.verify * context) for c in costs().costs for context in (64, 512)
+    ]
+    short, long = (StepCosts(tuple(both), context).seconds(OFF, 1) for context in (200, 300))
+    assert long == pytest.approx(8 * short)
+
+
 def test_a_file_of_costs(tmp_path):
     path = tmp_path / "costs.json"
     rows = costs_json(costs())
@@ -69,6 +77,8 @@ def test_the_whole_search(monkeypatch, capsys, tmp_path, untrained_draft):
     from spec import cli
     from spec.tree_file import read_tree
 
+    monkeypatch.setattr("spec.bench.costs.PASSES", 1)
+    monkeypatch.setattr("spec.bench.costs.LONGEST", 64)
     path = tmp_path / "deep" / "tree.yaml"
     line = (
         f"spec tune tree --draft {untrained_draft} --prompts 1 --tokens 8 --temperature 1 --finalists 1 --output {path}"

@@ -42,6 +42,8 @@ def report(tmp_path_factory):
     directory = tmp_path_factory.mktemp("run") / "report"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("spec.bench.acceptance.pairs_of", exact)
+        patch.setattr("spec.bench.costs.PASSES", 1)
+        patch.setattr("spec.bench.costs.LONGEST", 64)
         shapes = "--chain 1,3 --tree 2,2,4"
         assert (
             command(f"bench acceptance --suite mt_bench --prompts 2 --tokens 8 {shapes} --analyse --report {directory}")
