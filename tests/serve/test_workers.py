@@ -177,6 +177,19 @@ def test_a_worker_that_cannot_load_says_why(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+def test_a_draft_that_attends_to_the_blocks_of_all_heads():
+    """The draft goes by choices that are made in both processes: what it guesses right is what it does beside one."""
+    counted = []
+    for processes in (1, 2):
+        engine, tokenizer, _ = load_engine("m3-tiny", device="cpu", draft_attention="sparse", tensor_parallel=processes)
+        prompts = [tokenizer.encode(text) for text in ("def fib(n):\n    return n\n" * 30, "Once upon a time " * 30)]
+        answers = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60))
+        counted.append(([answer.token_ids for answer in answers], engine.stats()["accepted_per_depth"]))
+    engine.runner.target.followers.close()
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.slow
 def test_random_weights_over_two_processes():
     """All processes draw the same routers: every token finds its experts, wherever they are."""
     from target_model.dummy import DummyWeights
