@@ -22,6 +22,10 @@ class Tool(Strict):
     type: Literal["function"]
     function: FunctionDefinition
 
+    def for_model(self) -> dict[str, Any]:
+        """What the prompt says of it: all but how strictly it is taken here."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
 
 class FunctionName(Strict):
     name: Name
@@ -77,3 +81,66 @@ class ResponseFormat(Strict):
         return {"text": None, "json_object": {"type": "object"}}.get(
             self.type, self.json_schema and self.json_schema.schema_
         )
+
+
+class AnswerForm(Strict):
+    """The fields of a chat request about the form of its answer."""
+
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _tools_fit(self) -> "AnswerForm":
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two of them have the same name")
+        if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)):
+            raise ValueError("tool_choice: there are no tools to choose from")
+        wrong = next((name for name in self.callable_names or () if name not in names), None)
+        if wrong is not None:
+            raise ValueError(f"tool_choice: {wrong!r} is none of the tools")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.for_model() for tool in self.tools or []]
+
+    @property
+    def callable_names(self) -> list[str] | None:
+        """The only tools that may be called, None for all."""
+        if not isinstance(self.tool_choice, ToolChoice):
+            return None
+        chosen = self.tool_choice
+        named = [chosen] if chosen.allowed_tools is None else chosen.allowed_tools.tools
+        return [tool.function.name for tool in named]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice):
+            return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
+        return choice == "required"
+
+    @property
+    def single_call(self) -> bool:
+        named = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.type == "function"
+        return named or self.parallel_tool_calls is False
+
+    @property
+    def schema(self) -> dict[str, Any] | None:
+        """What a text answer has to follow."""
+        return self.response_format and self.response_format.schema
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer has a form, or its calls have one."""
+        if self.schema is not None or self.must_call:
+            return True
+        strict = any(tool.function.strict for tool in self.tools or [])
+        return bool(self.offered_tools) and (strict or self.single_call or self.callable_names is not None)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from serve.format_types import ResponseFormat, Strict, Tool, ToolChoice
+from serve.format_types import AnswerForm, Strict, Tool
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -177,15 +177,11 @@ class Message(Strict):
         return self.content if isinstance(self.content, list) else []
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, AnswerForm):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Literal["none"] | None = None
     metadata: dict[str, str] | None = None  # goes into the log
     safety_identifier: str | None = None  # goes into the log
@@ -207,7 +203,6 @@ class ChatRequest(SamplingFields):
             raise ValueError("draft_trees: only with stream true")
         if self.draft_tokens and self.offered_tools:
             raise ValueError("draft_tokens: not together with tools, whose calls are not the model's own text")
-        self._check_tools()
         if self.constrained and (self.ignore_eos or self.min_tokens):
             name = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise ValueError(f"{name}: not where the answer has a form, which says where it ends")
@@ -227,59 +222,6 @@ class ChatRequest(SamplingFields):
     def mode(self) -> Literal["enabled", "disabled", "adaptive"]:
         template_mode = self.chat_template_kwargs.thinking_mode if self.chat_template_kwargs else None
         return self.thinking_mode or template_mode or "disabled"
-
-    def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or []]
-        if len(set(names)) < len(names):
-            raise ValueError("tools: two of them have the same name")
-        if not names and (self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)):
-            raise ValueError("tool_choice: there are no tools to choose from")
-        wrong = next((name for name in self.callable_names or () if name not in names), None)
-        if wrong is not None:
-            raise ValueError(f"tool_choice: {wrong!r} is none of the tools")
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, less what is not for it."""
-        if self.tool_choice == "none":
-            return []
-        hidden = {"function": {"strict"}}
-        return [tool.model_dump(exclude_none=True, exclude=hidden) for tool in self.tools or []]
-
-    @property
-    def callable_names(self) -> list[str] | None:
-        """The only tools that may be called, None for all."""
-        if not isinstance(self.tool_choice, ToolChoice):
-            return None
-        chosen = self.tool_choice
-        named = [chosen] if chosen.allowed_tools is None else chosen.allowed_tools.tools
-        return [tool.function.name for tool in named]
-
-    @property
-    def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
-        choice = self.tool_choice
-        if isinstance(choice, ToolChoice):
-            return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
-        return choice == "required"
-
-    @property
-    def single_call(self) -> bool:
-        named = isinstance(self.tool_choice, ToolChoice) and self.tool_choice.type == "function"
-        return named or self.parallel_tool_calls is False
-
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """What a text answer has to follow."""
-        return self.response_format and self.response_format.schema
-
-    @property
-    def constrained(self) -> bool:
-        """Whether the answer has a form, or its calls have one."""
-        if self.schema is not None or self.must_call:
-            return True
-        strict = any(tool.function.strict for tool in self.tools or [])
-        return bool(self.offered_tools) and (strict or self.single_call or self.callable_names is not None)
 
 
 class TokenizeRequest(Strict):

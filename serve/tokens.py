@@ -42,7 +42,7 @@ def _encode(request: TokenizeRequest, service: Service) -> list[int]:
             return service.tokenizer.encode(request.prompt, allow_special=True)
     except UserError as error:
         raise from_user_error(error, set(), "prompt") from None
-    tools = [tool.model_dump(exclude_none=True) for tool in request.tools or []]
+    tools = [tool.for_model() for tool in request.tools or []]
     messages = request.messages or []
     return render(messages, tools, request.thinking_mode, service, request.add_generation_prompt).token_ids
 

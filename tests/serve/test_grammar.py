@@ -304,13 +304,25 @@ def test_the_bundled_target_keeps_to_its_schemas(solo):
         jsonschema.validate(json.loads(calls[0][1]), WEATHER)
 
 
-@pytest.mark.parametrize("tree", [TreeConfig.chain(3), TreeConfig(), TreeConfig(5, 4, 32)], ids=str)
+STATIC = TreeConfig.static([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)])
+
+
+@pytest.mark.parametrize("tree", [TreeConfig.chain(3), TreeConfig(), TreeConfig(5, 4, 32), STATIC], ids=str)
 def test_speculation_changes_nothing_and_pays(bundled, solo, tree):
     crowd = run(Engine(*bundled, tree, pages=64), requests())
     for name, answer in crowd.items():
         assert answer.token_ids == solo[name].token_ids, name
         steps = answer.steps
         assert sum(step.emitted for step in steps) / len(steps) > (1.0 if name == "free" else 1.5), name
+
+
+def test_a_request_that_gave_its_pages_up_goes_on_where_it_was(bundled, solo):
+    engine = Engine(*bundled, pages=26)
+    crowd = run(engine, requests())
+    assert engine.scheduler.preemptions > 0
+    assert {name: answer.token_ids for name, answer in crowd.items()} == {
+        name: answer.token_ids for name, answer in solo.items()
+    }
 
 
 def test_a_draft_that_knows_none_of_the_allowed_tokens(bundled, solo):
