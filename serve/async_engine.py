@@ -126,7 +126,7 @@ class AsyncEngine:
             await asyncio.sleep(0.02)
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
-        self._end_all("the server is shutting down")
+        self.fail("the server is shutting down")
 
     def stats(self) -> dict[str, Any]:
         """The engine's own numbers, and how many requests are open here."""
@@ -145,7 +145,7 @@ class AsyncEngine:
                     self._deliver(self.engine.step())
         except Exception as error:
             logger.exception("the engine has crashed")
-            self._end_all(f"the engine has crashed: {type(error).__name__}: {error}")
+            self.fail(f"the engine has crashed: {type(error).__name__}: {error}")
 
     def _obey(self) -> bool:
         """Carries out the commands that wait, or waits for one when there is nothing else to do. False: stop."""
@@ -181,8 +181,8 @@ class AsyncEngine:
             if stream is not None:
                 stream.post(update)
 
-    def _end_all(self, reason: str) -> None:
-        """Marks the engine as gone and ends what is open."""
+    def fail(self, reason: str) -> None:
+        """Marks the engine as gone and ends what is open, from any thread."""
         with self._lock:
             self.failure = reason
             streams, self._streams = list(self._streams.values()), {}

@@ -83,7 +83,9 @@ class Stop:
 
 
 class Followers(Protocol):
-    """How the leader reaches the others."""
+    """How the leader reaches the others. `on_loss` is told why, before this process ends because one is gone."""
+
+    on_loss: Callable[[str], None]
 
     def tell(self, message: Any) -> None:
         """Sends a message to all of them."""

@@ -23,6 +23,7 @@ from serve.chat import create_chat
 from serve.completions import create_completion
 from serve.engine import Engine
 from serve.load import Description, load_engine, usable_context
+from serve.lockstep import LeaderTarget
 from serve.logs import log_to_stderr
 from serve.metrics import Metrics
 from serve.middleware import Gate
@@ -100,6 +101,8 @@ def run(options: ServeOptions) -> None:
             model_name=options.model_name,
             max_open=options.max_open,
         )
+        if isinstance(engine.runner.target, LeaderTarget):
+            engine.runner.target.followers.on_loss = service.engine.fail
         print(greeting(service, description, listener), flush=True)
         # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.
         signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -35,6 +35,8 @@ from target_model.sharding import Shard, ShardedTarget, check_shard
 LOST = 1
 # Seconds that workers get to end by themselves.
 _GRACE = 5.0
+# Seconds in which clients of a lost server still get their errors.
+_LAST_WORDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Crew:
     def __init__(self, plan: TargetPlan, config: M3Config):
         self.size = plan.size
         self._meeting = tempfile.mkdtemp(prefix="spec-workers-")
+        self.on_loss: Callable[[str], None] = lambda reason: None
         self._closing = False
         self._lost = threading.Event()
         context = multiprocessing.get_context("spawn")
@@ -151,6 +154,8 @@ class Crew:
                 how = pipe.recv()
         line = f"worker {rank} of {self.size} (process {process.pid}) has ended: {how}; the server cannot go on"
         print(f"spec: {line}", file=sys.stderr, flush=True)
+        self.on_loss(line)
+        time.sleep(_LAST_WORDS)
         shutil.rmtree(self._meeting, ignore_errors=True)
         os._exit(LOST)
 
