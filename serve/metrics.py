@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -23,7 +23,10 @@ _COUNTED_HERE = frozenset(
 
 
 class Metrics:
-    """What happened to the requests of one server. Only tokens within an answer count, nothing behind its end."""
+    """What happened to the requests of one server. Only tokens within an answer count, nothing behind its end.
+
+    `totals` are those of answers that have ended; what is shown counts the tokens of running ones as well.
+    """
 
     def __init__(self, engine: AsyncEngine, model: str):
         self.registry = CollectorRegistry()
@@ -32,19 +35,11 @@ class Metrics:
         self.prompt_tokens_total = 0
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.started = time.time()
+        self._running: set[Answer] = set()
         self._engine = engine
         self._model = model
         self._success = self._counter("request_success", "Finished answers.", "finished_reason")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
-        self._generated = self._counter("generation_tokens", "Tokens of answers.")
-        self._drafts = self._counter("spec_decode_num_drafts", "Verify steps.")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
-        self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "Drafted tokens that became part of an answer."
-        )
-        self._accepted_at = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Verify steps that kept a drafted token at a depth.", "position"
-        )
         self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self._queued = self._histogram("request_queue_time_seconds", "From arrival to the first step.", _SECONDS)
         self._prefill = self._histogram(
@@ -55,10 +50,22 @@ class Metrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
         self._prompt_length = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
         self._answer_length = self._histogram("request_generation_tokens", "Tokens per answer.", _TOKENS)
-        self.registry.register(_EngineCollector(engine, model, self.totals))
+        self.registry.register(_TokenCollector(self.counts, model))
+        self.registry.register(_EngineCollector(engine, model))
+
+    def begin(self, answer: Answer) -> None:
+        self._running.add(answer)
+
+    def counts(self) -> Counts:
+        """Tokens and verify steps so far."""
+        total = Counts()
+        for counts in (self.totals, *(answer.counts for answer in self._running)):
+            total.merge(counts)
+        return total
 
     def observe(self, answer: Answer) -> None:
         """Counts an answer that has ended."""
+        self._running.discard(answer)
         counts, reason = answer.counts, answer.finish_reason or "abort"
         prompt = len(answer.stream.request.prompt_ids)
         self.requests[reason] = self.requests.get(reason, 0) + 1
@@ -66,12 +73,6 @@ class Metrics:
         self.totals.merge(counts)
         self._success.labels(self._model, reason).inc()
         self._prompt_tokens.labels(self._model).inc(prompt)
-        self._generated.labels(self._model).inc(counts.completion)
-        self._drafts.labels(self._model).inc(counts.steps)
-        self._drafted.labels(self._model).inc(counts.drafted)
-        self._accepted.labels(self._model).inc(counts.accepted)
-        for depth, steps in enumerate(counts.per_depth):
-            self._accepted_at.labels(self._model, str(depth)).inc(steps)
         self._observe_times(answer)
         self._prompt_length.labels(self._model).observe(prompt)
         self._answer_length.labels(self._model).observe(counts.completion)
@@ -115,7 +116,7 @@ class Metrics:
             "uptime_seconds": round(time.time() - self.started, 1),
             "requests": dict(self.requests),
             "prompt_tokens": self.prompt_tokens_total,
-            **counts_json(self.totals),
+            **counts_json(self.counts()),
             "definitions": {
                 "acceptance_length": "drafted tokens kept per verify step, plus 1 for the target's own (bonus) token",
                 "accepted_per_position": "share of verify steps that kept a drafted token at depth 1, 2, ...",
@@ -125,6 +126,7 @@ class Metrics:
             },
             # Its own counts of tokens would disagree: they go on behind the stop strings of answers.
             "engine": {name: value for name, value in self._engine.stats().items() if name not in _COUNTED_HERE},
+            "running": [{"id": answer.stream.request.id, **counts_json(answer.counts)} for answer in self._running],
             "recent": list(self.recent),
         }
 
@@ -153,11 +155,46 @@ def counts_json(counts: Counts) -> dict[str, Any]:
     }
 
 
-class _EngineCollector(Collector):
-    """Numbers read when they are asked for: the engine's, and the acceptance length so far."""
+class _TokenCollector(Collector):
+    """Counts of tokens and verify steps, up to now."""
 
-    def __init__(self, engine: AsyncEngine, model: str, totals: Counts):
-        self._engine, self._model, self._totals = engine, model, totals
+    def __init__(self, counts: Callable[[], Counts], model: str):
+        self._counts, self._model = counts, model
+
+    def collect(self) -> Iterable[Metric]:
+        counts = self._counts()
+        for name, text, value in (
+            ("generation_tokens", "Tokens of answers.", counts.completion),
+            ("spec_decode_num_drafts", "Verify steps.", counts.steps),
+            ("spec_decode_num_draft_tokens", "Drafted tokens that were verified.", counts.drafted),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that became part of an answer.", counts.accepted),
+        ):
+            counter = CounterMetricFamily(f"spec_{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        by_depth = CounterMetricFamily(
+            "spec_spec_decode_num_accepted_tokens_per_pos",
+            "Verify steps that kept a drafted token at a depth.",
+            labels=["model_name", "position"],
+        )
+        for depth, steps in enumerate(counts.per_depth):
+            by_depth.add_metric([self._model, str(depth)], steps)
+        yield by_depth
+        length = GaugeMetricFamily(
+            "spec_spec_decode_acceptance_length",
+            "Drafted tokens kept per verify step, plus the bonus token, since the start.",
+            labels=["model_name"],
+        )
+        if counts.acceptance_length is not None:
+            length.add_metric([self._model], counts.acceptance_length)
+        yield length
+
+
+class _EngineCollector(Collector):
+    """Gauges read from the engine when they are asked for."""
+
+    def __init__(self, engine: AsyncEngine, model: str):
+        self._engine, self._model = engine, model
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats()
@@ -166,15 +203,9 @@ class _EngineCollector(Collector):
             ("spec_num_requests_running", "Requests in the running batch.", stats["running"]),
             ("spec_num_requests_waiting", "Requests in the queue.", stats["waiting"]),
             ("spec_kv_cache_usage_perc", "Share of the cache's pages in use, 0 to 1.", used),
-            (
-                "spec_spec_decode_acceptance_length",
-                "Drafted tokens kept per verify step, plus the bonus token, since the start.",
-                self._totals.acceptance_length,
-            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            if value is not None:
-                gauge.add_metric([self._model], value)
+            gauge.add_metric([self._model], value)
             yield gauge
         cached = stats["cached_prompt_tokens"]
         for name, text, value in (

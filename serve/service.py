@@ -114,6 +114,8 @@ class Service:
         try:
             await asyncio.wait(submissions)
             answers = [Answer(task.result(), self.tokenizer, stop, show_special) for task in submissions]
+            for answer in answers:
+                self.metrics.begin(answer)
             watcher = asyncio.create_task(_cancel_on_disconnect(http, answers))
             yield answers
         finally:

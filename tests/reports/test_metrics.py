@@ -10,8 +10,10 @@ with two processes: tests/train/test_processes.py.
 
 import asyncio
 import re
+import time
 from dataclasses import dataclass
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,8 +21,8 @@ from serve.metrics import counts_json
 from serve.tree import TreeConfig
 from spec.bench.serving import DEFINITIONS
 from tests.serve.comparison import COMPLETIONS, Pair, Way
-from tests.serve.fake_engine import saying, service, tokenizer
-from tests.serve.http_client import ask, client
+from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
+from tests.serve.http_client import ask, client, serving
 from tests.serve.known_target import Following, known_target
 
 TOKENIZER = tokenizer()
@@ -193,6 +195,25 @@ def test_r24_nothing_behind_a_stop_string_counts():
     totals = made.metrics.json()
     assert (totals["verify_steps"], totals["accepted_tokens"], totals["drafted_tokens"]) == (1, 3, 9)
     assert (totals["acceptance_length"], totals["accepted_per_position"]) == (4.0, [1.0, 1.0, 1.0])
+
+
+def test_r24_tokens_count_as_they_come():
+    """Not only when a long answer ends; and its end adds nothing."""
+    made = service(FakeEngine(lambda request: WORDS, seconds=0.005, context=10**6))
+    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    with serving(made) as url, httpx.Client(base_url=url, timeout=30) as http:
+        with http.stream("POST", COMPLETIONS, json=body) as response:
+            lines = response.iter_lines()
+            seen = 0
+            while seen < 20:
+                seen += next(lines).startswith("data: ")
+            stats, text = http.get("/stats").json(), http.get("/metrics").text
+            assert stats["completion_tokens"] > 50 and stats["recent"] == []
+            assert stats["running"][0]["accepted_tokens"] == stats["accepted_tokens"] > 0
+            assert samples(text)["spec_generation_tokens_total", ""] >= stats["completion_tokens"]
+        while (last := http.get("/stats").json())["running"]:
+            time.sleep(0.01)
+    assert last["completion_tokens"] == last["recent"][0]["completion_tokens"] >= stats["completion_tokens"]
 
 
 def test_r24_no_rate_without_a_step():
