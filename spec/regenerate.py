@@ -19,6 +19,7 @@ from serve.engine import Engine
 from serve.request import Completion, Request, SamplingParams, Update
 from target_model.errors import UserError
 from target_model.tokenizer import Tokenizer
+from train.data import tools_of
 from train.sources import parse_lines, read_file
 
 
@@ -92,7 +93,7 @@ def _prompts(tokenizer: Tokenizer, settings: Settings, context: int) -> tuple[li
         name = raw.get("id") or hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
         usable = 0
         for turn in turns[:1] if settings.turns == "first" else turns:
-            ids = tokenizer.render_chat(messages[:turn], thinking_mode=settings.thinking_mode)
+            ids = tokenizer.render_chat(messages[:turn], tools_of(raw), thinking_mode=settings.thinking_mode)
             if len(ids) + 1 < context:
                 usable += 1
                 prompts.append(

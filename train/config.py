@@ -180,11 +180,17 @@ class CheckpointConfig(_Section):
 class EvalConfig(_Section):
     every: int | None = Field(None, ge=1, description="optimizer steps between judgements; None: only at the end")
     patience: int | None = Field(None, ge=1, description="judgements in a row without a better AL that end the run")
+    judge: Literal["served", "replay", "none"] = Field(
+        "served", description="replay: the AL of greedy chains worked out on `answers`, without serving; none: no AL"
+    )
+    answers: str | None = Field(None, description="the target's greedy answers: spec data regenerate --temperature 0")
 
     @model_validator(mode="after")
-    def _patience_needs_judgements(self) -> "EvalConfig":
+    def _what_the_judge_needs(self) -> "EvalConfig":
         if self.patience is not None and self.every is None:
             raise ValueError("patience needs eval.every")
+        if (self.judge == "replay") != (self.answers is not None):
+            raise ValueError("judge=replay and answers need each other")
         return self
 
 
@@ -215,6 +221,17 @@ class TrainConfig(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _replay_needs_features(self) -> "TrainConfig":
+        if self.eval.judge == "served" and self.features.stages > 1:
+            raise ValueError(
+                f"features.stages={self.features.stages} leaves no process the whole target to serve: "
+                "set eval.judge to replay (with eval.answers) or none"
+            )
+        if self.eval.judge == "replay" and self.features.store is not None:
+            raise ValueError("eval.judge=replay needs the target, and features.store trains without it")
+        return self
 
     @property
     def run_directory(self) -> Path:

@@ -135,7 +135,7 @@ def _tokenise(row: RawRow, tokenizer: Tokenizer, config: DataConfig, dropped: Co
         return None
     try:
         mode = row.source.thinking_mode or config.thinking_mode
-        ids, mask = tokenizer.render_training(messages, _tools(raw), thinking_mode=mode)
+        ids, mask = tokenizer.render_training(messages, tools_of(raw), thinking_mode=mode)
     except UserError as error:
         # Without the number of the message: rows with the same fault are counted together.
         dropped[f"that the chat format refuses ({re.sub(r'[[][0-9]+[]]', '', str(error))[:120]})"] += 1
@@ -176,7 +176,7 @@ def _sharegpt_message(turn: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [{"function": call} for call in calls]}
 
 
-def _tools(raw: dict[str, Any]) -> list[Any] | None:
+def tools_of(raw: dict[str, Any]) -> list[Any] | None:
     """Tool definitions beside the conversation, also as JSON text, as tables hold them."""
     tools = raw.get("tools")
     if isinstance(tools, str):

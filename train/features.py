@@ -106,6 +106,10 @@ class OnlineCapture:
         """The micro batches of `rank`, of the rows `parts` [ranks][micro batches] of an optimizer step."""
         return [self.features(rows) for rows in parts[rank]]
 
+    def text(self, token_ids_RS: Tensor) -> tuple[Tensor, Tensor]:
+        """Final states [R, S, H] and taps [R, S, A] of any text."""
+        return self.target.capture(token_ids_RS, self.taps)
+
     def _fill_cache(self, missing: list[int]) -> None:
         for start in range(0, len(missing), self.capture_rows):
             group = np.array(missing[start : start + self.capture_rows])

@@ -26,6 +26,7 @@ from train.origin import Origin, open_origin
 from train.plan import state_bytes
 from train.progress import ProgressDisplay
 from train.regression import start_from_regression
+from train.replay import read_answers, replayed_acceptance
 from train.run import RunFolder
 from train.schedule import DataOrder, learning_rate, share_batch, total_steps
 from train.window import LogWindow, reduce_sums
@@ -95,6 +96,8 @@ class _Run:
         self.config = config
         self.device, self.dtype = target.device, dtype
         self.target, self.capture = origin.target, origin.capture
+        self.eos_token_ids = target.config.eos_token_ids
+        self.answers = [] if config.eval.answers is None else read_answers(config.eval.answers)
         self.per_rank = config.engine.micro_batch * config.engine.accumulate
         self.total = total_steps(config.schedule, len(rows), rows.tokens, self.per_rank * world)
         self.order = DataOrder(len(rows), self.per_rank * world, config.seed)
@@ -236,14 +239,17 @@ class _Run:
         }
 
     def _judge(self, step: int, judge: Judge | None, metrics: dict[str, Any], journal: Journal | None) -> None:
-        """Exports the draft if it is the best so far; without a judge the newest one is."""
-        draft = self.engine.export()
+        """Exports the draft if it is the best so far; without a judge the newest one is. All ranks call it together."""
+        # What is judged is what will be loaded: rounded to the export's precision.
+        draft = self.engine.export().to(self.folder.export_dtype).to(self.dtype)
+        result = None
+        if self.config.eval.judge == "replay":
+            result = replayed_acceptance(draft, self.capture.text, self.eos_token_ids, self.answers)
+        elif self.config.eval.judge == "served" and judge is not None and journal is not None:
+            result = judge(draft, self.target)
         if journal is not None:
-            # What is judged is what will be loaded: rounded to the export's precision.
-            draft = draft.to(self.folder.export_dtype).to(self.dtype)
-            result = None
-            if judge is not None:
-                result = {**judge(draft, self.target), "step": step}
+            if result is not None:
+                result = {**result, "step": step}
                 if "chain" in result and "step_accuracy" in metrics:
                     result["tau_sim"] = simulated_length(metrics["step_accuracy"], result["chain"])
                 journal.judgement(step, result)

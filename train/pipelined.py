@@ -68,10 +68,19 @@ class PipelinedCapture(OnlineCapture):
     def features(self, indices: np.ndarray) -> Features:
         """The same rows for every rank of the team."""
         partial_features, states = self._through_stages(indices)
-        if states is None:
-            states = self._empty(partial_features)
+        return self._with_states(partial_features, self._shared(states, partial_features.token_ids))
+
+    def text(self, token_ids_RS: Tensor) -> tuple[Tensor, Tensor]:
+        final, aux = super().text(token_ids_RS)
+        states = torch.cat([final, aux], dim=-1) if self._rank == self._team[-1] else None
+        final, aux = self._shared(states, token_ids_RS).split(self._widths, dim=-1)
+        return final, aux
+
+    def _shared(self, states: Tensor | None, token_ids_RS: Tensor) -> Tensor:
+        """The last stage's states on every rank of the team."""
+        states = self._empty(token_ids_RS) if states is None else states.contiguous()
         dist.broadcast(states, self._team[-1], group=self._group)
-        return self._with_states(partial_features, states)
+        return states
 
     def micro_batches(self, parts: list[list[np.ndarray]], rank: int) -> list[Features]:
         """The micro batches of `rank`, this one, of the rows `parts` [ranks][micro batches] of an optimizer step."""
@@ -81,7 +90,7 @@ class PipelinedCapture(OnlineCapture):
         mine = []
         for owner, partial_features, states in results:
             if owner == rank and states is None:
-                states = self._empty(partial_features)
+                states = self._empty(partial_features.token_ids)
                 dist.recv(states, self._team[-1])
             elif owner != rank and states is not None:
                 dist.send(states, owner)
@@ -100,8 +109,8 @@ class PipelinedCapture(OnlineCapture):
             states = torch.cat([captured.final_state, captured.aux], dim=-1).contiguous()
         return replace(captured, aux=torch.empty(0), final_state=torch.empty(0)), states
 
-    def _empty(self, features: Features) -> Tensor:
-        shape = (*features.token_ids.shape, sum(self._widths))
+    def _empty(self, token_ids_RS: Tensor) -> Tensor:
+        shape = (*token_ids_RS.shape, sum(self._widths))
         return torch.empty(shape, dtype=self.target.dtype, device=self.device)
 
     def _with_states(self, features: Features, states: Tensor) -> Features:

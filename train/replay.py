@@ -5,16 +5,23 @@ accepted ones are those that equal the text, and P moves on by accepted + 1. In 
 greedy chain of length k.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draft_model.model import Eagle3Draft
-from target_model.model import TargetModel
+from target_model.errors import UserError
 from train.features import Features
+from train.sources import read_file
 from train.ttt import unroll, valid_rows
+
+# Final states [1, S, H] and the draft's taps [1, S, A] of a text, int64 [1, S].
+CaptureText = Callable[[Tensor], tuple[Tensor, Tensor]]
+Texts = Sequence[tuple[Sequence[int], Sequence[int]]]
+CHAIN = 3
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,15 @@ class ReplayResult:
 
 
 @torch.no_grad()
-def chain_predictions(draft: Eagle3Draft, target: TargetModel, token_ids: Sequence[int], length: int) -> Tensor:
+def chain_predictions(draft: Eagle3Draft, capture: CaptureText, token_ids: Sequence[int], length: int) -> Tensor:
     """int64 [S, k]: what the draft proposes for positions p + 2, p + 3, ... from the taps of p and the token at p + 1;
     else -1.
 
     A chain feeds its own proposals back, while the unrolled rows read the true text: both agree as long as the chain is
     right, and behind its first miss nothing counts.
     """
-    ids = torch.tensor([list(token_ids)], device=target.device)
-    final, aux = target.capture(ids, draft.config.taps)
+    ids = torch.tensor([list(token_ids)], device=draft.lm_head.weight.device)
+    final, aux = capture(ids)
     # Every row but the last reads a known token; later steps need that many known tokens more.
     size = ids.shape[1]
     positions = torch.arange(size, device=ids.device)[None]
@@ -59,10 +66,7 @@ def chain_predictions(draft: Eagle3Draft, target: TargetModel, token_ids: Sequen
 
 
 def replay(
-    draft: Eagle3Draft,
-    target: TargetModel,
-    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
-    length: int,
+    draft: Eagle3Draft, capture: CaptureText, eos_token_ids: Sequence[int], texts: Texts, length: int
 ) -> ReplayResult:
     """Replays (prompt ids, answer ids) pairs with chains of `length` tokens; the answers are the target's greedy ones.
 
@@ -73,10 +77,10 @@ def replay(
     accepted_at = [0] * length
     for prompt, answer in texts:
         text = [*prompt, *answer]
-        proposals = chain_predictions(draft, target, text, length).tolist()
+        proposals = chain_predictions(draft, capture, text, length).tolist()
         last = len(text) - 1
         root = len(prompt)
-        own_end = text[-1] not in target.config.eos_token_ids
+        own_end = text[-1] not in eos_token_ids
         while root < last:
             row = proposals[root - 1]
             hits = 0
@@ -89,3 +93,31 @@ def replay(
             emitted += min(hits + 1, last - root)
             root += hits + 1
     return ReplayResult(steps, emitted, accepted, tuple(accepted_at))
+
+
+def read_answers(path: str) -> Texts:
+    """(prompt ids, answer ids) of the rows that `spec data regenerate --temperature 0` wrote."""
+    texts = []
+    for row, where in read_file(path):
+        ids, start = row.get("token_ids"), row.get("answer_start")
+        if not isinstance(ids, list) or type(start) is not int or not 0 < start < len(ids):
+            raise UserError(f"{where} has no token_ids with an answer_start: spec data regenerate writes them")
+        texts.append((ids[:start], ids[start:]))
+    if not texts:
+        raise UserError(f"the data set {path} is empty")
+    return texts
+
+
+def replayed_acceptance(
+    draft: Eagle3Draft, capture: CaptureText, eos_token_ids: Sequence[int], texts: Texts
+) -> dict[str, Any]:
+    """What the served judge would say of a greedy chain on these texts."""
+    result = replay(draft, capture, eos_token_ids, texts, CHAIN)
+    steps = max(1, result.steps)
+    return {
+        "al": result.al,
+        "per_position": [count / steps for count in result.accepted_at],
+        "prompts": len(texts),
+        "chain": CHAIN,
+        "replayed": True,
+    }

@@ -11,7 +11,7 @@ from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
-from train.config import DataConfig, FeatureConfig, parse_section
+from train.config import DataConfig, FeatureConfig, parse_config, parse_section
 from train.data import load_rows
 from train.features import OnlineCapture
 from train.pipelined import PipelinedCapture, load_stage
@@ -68,3 +68,9 @@ def test_what_cannot_be_spread_is_refused():
         load_stage(target, 9, 0, 9, **place)
     with pytest.raises(UserError, match="no cache and no store"):
         parse_section(FeatureConfig, {"stages": 2, "cache": True}, "features")
+    values = {"name": "x", "data": {"path": "x"}, "schedule": {"steps": 1}, "features": {"stages": 2}}
+    with pytest.raises(UserError, match=r"features\.stages=2 leaves no process the whole target to serve"):
+        parse_config(values)
+    assert parse_config(values | {"eval": {"judge": "none"}}).features.stages == 2
+    with pytest.raises(UserError, match="judge=replay and answers need each other"):
+        parse_config(values | {"eval": {"judge": "replay"}})

@@ -20,7 +20,15 @@ train(config, judge=lambda draft, target: {"al": 1.0}, progress=False, stop_afte
 """
 
 
-def run(tmp_path: Path, processes: int, name: str = "", stop: int = 4, features: dict | None = None, **engine) -> Path:
+def run(
+    tmp_path: Path,
+    processes: int,
+    name: str = "",
+    stop: int = 4,
+    features: dict | None = None,
+    judge: dict | None = None,
+    **engine,
+) -> Path:
     data = tmp_path / "rows.jsonl"
     texts = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "x = [1]\ny = sum(x)\n"]
     data.write_text("".join(json.dumps({"text": text * (2 + i)}) + "\n" for i, text in enumerate(texts * 2)))
@@ -34,6 +42,7 @@ def run(tmp_path: Path, processes: int, name: str = "", stop: int = 4, features:
         "engine": {"device": "cpu", "dtype": "float32", "threads": 1, "micro_batch": 4 // processes} | engine,
         "checkpoint": {"every": 100, "export_dtype": "float32"},
         "features": features or {},
+        "eval": judge or {},
         "log": {"every": 1},
     }
     script = tmp_path / "script.py"
@@ -91,10 +100,18 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, stage, before,
 
 @pytest.mark.slow
 def test_features_of_a_pipelined_target_train_the_same_draft(tmp_path):
-    """The target's layers over two processes, taps on both sides of the cut, against the whole target in each."""
-    whole = run(tmp_path, 2, "whole", micro_batch=1, accumulate=2)
-    spread = run(tmp_path, 2, "spread", features={"stages": 2, "capture_rows": 1}, micro_batch=1, accumulate=2)
+    """The target's layers over two processes, taps on both sides of the cut, against the whole target in each. The
+    judge replays through the pipeline what it replays with the whole target.
+    """
+    answers = tmp_path / "answers.jsonl"
+    ids = [4, 8, 15, 16, 23, 42, 99, 7, 4, 8, 15, 16, 23, 42]
+    answers.write_text(json.dumps({"token_ids": ids, "answer_start": 4}) + "\n")
+    common = {"micro_batch": 1, "accumulate": 2, "judge": {"judge": "replay", "answers": str(answers)}}
+    whole = run(tmp_path, 2, "whole", **common)
+    spread = run(tmp_path, 2, "spread", features={"stages": 2, "capture_rows": 1}, **common)
     assert logged(spread, "loss") == pytest.approx(logged(whole, "loss"), rel=1e-6)
     ours, theirs = load_draft(spread / "draft"), load_draft(whole / "draft")
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(value, theirs.state_dict()[name], atol=1e-6, rtol=1e-5)
+    judged = [json.loads((run / "run.json").read_text())["best"] for run in (spread, whole)]
+    assert judged[0]["al"] == judged[1]["al"] >= 1 and judged[0]["replayed"]

@@ -29,7 +29,8 @@ def check(target, draft, prompts, tokens: int, length: int, ignore_eos: bool) ->
     ends = [[] if completion.stop_token is None else [completion.stop_token] for completion in completions]
     answers = [completion.token_ids + end for completion, end in zip(completions, ends, strict=True)]
     texts = list(zip(prompts, answers, strict=True))
-    replayed = replay(draft, target, texts, length)
+    taps = draft.config.taps
+    replayed = replay(draft, lambda ids: target.capture(ids, taps), target.config.eos_token_ids, texts, length)
     assert replayed.steps == sum(len(completion.steps) for completion in completions)
     assert replayed.al == pytest.approx(served.length, abs=1e-12)
     assert [count / replayed.steps for count in replayed.accepted_at] == pytest.approx(list(served.per_position))
