@@ -44,7 +44,7 @@ def report(tmp_path_factory):
         patch.setattr("spec.bench.acceptance.pairs_of", exact)
         patch.setattr("spec.bench.costs.PASSES", 1)
         patch.setattr("spec.bench.costs.LONGEST", 64)
-        shapes = "--chain 1,3 --tree 2,2,4"
+        shapes = "--chain 1,3 --tree 2,2,4 --concurrency 2 --repeats 2"
         assert (
             command(f"bench acceptance --suite mt_bench --prompts 2 --tokens 8 {shapes} --analyse --report {directory}")
             == 0
@@ -61,7 +61,7 @@ def test_files(report):
     assert len(lines) == len(stored["rows"]) == 6
     for line, row in zip(lines, stored["rows"], strict=True):
         assert float(line["AL"]) == row["AL"] and line["suite"] == row["suite"]
-        assert row["answers"] == row["identical_to_plain"] == 4
+        assert row["answers"] == row["identical_to_plain"] == (8 if row["temperature"] else 4)
         assert row["seconds"]["total"] == pytest.approx(
             sum(row["seconds"][part] for part in ("prefill", "draft", "verify", "other")), abs=1e-4
         )
