@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
+from rich.tree import Tree
 
 from spec.attachments import read_picture
 from spec.speaker import Message, Speaker, Turn
@@ -17,8 +18,8 @@ from target_model.errors import UserError
 # Tokens of the target's own, then of depth 1, 2, ... in the tree; the last one also for all that are deeper.
 STYLES = ("", "black on #c9f0d8", "black on #a5e3bf", "black on #7fd4a4", "black on #58c389", "black on #33b06e")
 HELP = (
-    "Ctrl-C stops an answer; /image PATH shows a picture with the next question; /new begins another conversation; "
-    "/quit or Ctrl-D ends."
+    "Ctrl-C stops an answer; /tree draws its last draft tree; /image PATH shows a picture with the next question; "
+    "/new begins another conversation; /quit or Ctrl-D ends."
 )
 
 
@@ -30,6 +31,7 @@ class Conversation:
         self._start: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
         self._pictures: list[dict[str, Any]] = []
+        self._tree: dict[str, Any] | None = None
 
     def run(self, settings: tuple[str, ...] = ()) -> None:
         """Until `read` raises EOFError. An error ends its answer, not the talk."""
@@ -52,6 +54,8 @@ class Conversation:
         if command == "/new":
             self._messages, self._pictures = list(self._start), []
             self._say("a new conversation")
+        elif command == "/tree":
+            self._console.print(drawn(self._tree) if self._tree else "there is no tree yet", style="dim")
         elif command == "/image":
             self._add_picture(rest.strip())
         elif command.startswith("/") and command.count("/") == 1 and command[1:].isalpha():
@@ -104,6 +108,7 @@ class Conversation:
         except UserError as error:
             problem = str(error)
         self._console.print()
+        self._tree = turn.tree
         for call in turn.calls:
             self._say(printable(f"{call['function']['name']}({call['function']['arguments']})"), "bold cyan")
         if turn.times:
@@ -132,6 +137,18 @@ class Conversation:
 
     def _say(self, line: str, style: str = "dim") -> None:
         self._console.print(line, style=style, highlight=False, markup=False)
+
+
+def drawn(tree: dict[str, Any]) -> Tree:
+    """A verified tree as `draft_trees` has it; accepted nodes have the colour of their depth."""
+    branches: list[Tree] = []
+    depths: list[int] = []
+    for node, (token, parent) in enumerate(zip(tree["tokens"], tree["parents"], strict=True)):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        style = STYLES[min(depths[node], len(STYLES) - 1)] if node in tree["accepted"] else ""
+        label = Text(printable(repr(token)), style)
+        branches.append(Tree(label) if parent < 0 else branches[parent].add(label))
+    return branches[0]
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,9 @@ class Piece:
 
 @dataclass
 class Turn:
-    """What an answer consists of so far. steps, accepted and drafted: None where the server says nothing of them."""
+    """What an answer consists of so far. steps, accepted, drafted and `tree`, the last one verified: None where the
+    server says nothing of them.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -32,6 +34,7 @@ class Turn:
     steps: int | None = None
     accepted: int | None = None
     drafted: int | None = None
+    tree: dict[str, Any] | None = None
     times: list[float] = field(default_factory=list)
 
     def take(self, chunk: dict[str, Any]) -> list[Piece]:
@@ -44,6 +47,7 @@ class Turn:
                 self.steps = (self.steps or 0) + 1
                 self.accepted = (self.accepted or 0) + len(tree["accepted"])
                 self.drafted = (self.drafted or 0) + len(tree["tokens"]) - 1
+                self.tree = tree
             if "draft_tokens" in choice:
                 pieces += [Piece(token["text"], token["depth"], bool(reasoning)) for token in choice["draft_tokens"]]
             else:

@@ -70,13 +70,17 @@ def test_tokens_have_the_colour_of_their_depth():
             for piece in turn.take(token("\x1b[2J", 0, draft_trees=[tree, {**tree, "accepted": []}])):
                 yield piece
 
-    shown = talk(Scripted(), "Go", color="truecolor")
+    shown = talk(Scripted(), "/tree", "Go", "/tree", color="truecolor")
     answer = shown[shown.index("ends.") :]
     assert "[b]0" in answer  # markup is text
     for depth, style in ((1, STYLES[1]), (2, STYLES[2]), (9, STYLES[-1])):
         red, green, blue = (int(style[-6:][place : place + 2], 16) for place in (0, 2, 4))
         assert f"48;2;{red};{green};{blue}m[b]{depth}\x1b[0m" in answer
     assert "6 pieces" in answer and "acceptance length 2.50, 3 of 10 drafted tokens accepted" in answer
+    assert "there is no tree yet" in shown
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in answer.splitlines()]
+    start = lines.index("'a'")  # the last tree: nothing of it was accepted
+    assert lines[start : start + 6] == ["'a'", "├── 'a'", "│   └── 'a'", "│       └── 'a'", "├── 'a'", "└── 'a'"]
     assert "\x1b[2J" not in answer  # only the colours are escape sequences
 
 
