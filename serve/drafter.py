@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
-from serve.chosen_blocks import ChosenBlocks
 from serve.request import Sequence
 from serve.sampling import Row, Survivors, filtered, follow_grammars
 from serve.tree import Tree, TreeConfig

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
 from serve.budget import OFF, Budget, CostTable
-from serve.chosen_blocks import ChosenBlocks
 from serve.drafter import Drafter
 from serve.image_rows import check_images
 from serve.pages import PageAllocator

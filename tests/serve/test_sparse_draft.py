@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.config import DraftConfig
-from serve.chosen_blocks import ChosenBlocks
 from serve.engine import Engine
 from serve.request import Request, SamplingParams
 from serve.tree import TreeConfig
