@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -50,10 +49,16 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer and a model of `vocab_size` ids. UserError says what a schema is not."""
+    """Compiles grammars for one tokenizer and a model of `vocab_size` ids.
+
+    Made when a server starts: for a large vocabulary it takes seconds in which no other thread runs.
+    """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
+        self._tokens = LLTokenizer(vocabulary, eos_token=list(tokenizer.eos_ids))
+        self._outside = self._outside_words()
 
     def compile(
         self,
@@ -65,6 +70,7 @@ class GrammarCompiler:
         waits: bool = False,
     ) -> Grammar:
         """The grammar of an answer that is JSON by `schema`, or calls `tools`, or, where both are given, either.
+        UserError says why a schema cannot be kept.
 
         `several`: it may call more than one. `waits`: only if it calls one; it may as well be free text.
         """
@@ -97,20 +103,13 @@ class GrammarCompiler:
             -(-self._vocab_size // 32),
         )
 
-    @cached_property
-    def _tokens(self) -> LLTokenizer:
-        vocabulary = _Vocabulary(self._tokenizer, self._vocab_size)
-        return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=list(self._tokenizer.eos_ids))
-
-    @cached_property
-    def _outside(self) -> dict[Phase, Tensor]:
+    def _outside_words(self) -> dict[Phase, Tensor]:
         """Reasoning is any text and has to end; an answer that may choose begins with one of the two marks."""
         special = self._tokenizer.special
         marks = {special[text] for text in (THINK_OPEN, THINK_CLOSE) if text in special}
-        opening = [token in marks for token in range(self._vocab_size)]
         text = set(range(self._tokenizer.vocab_size)) - self._tokenizer.special_ids
-        reasoning = [token in text or token == special.get(THINK_CLOSE) for token in range(self._vocab_size)]
-        return {"opening": _words(opening), "reasoning": _words(reasoning)}
+        ends = {special[THINK_CLOSE]} if THINK_CLOSE in special else set()
+        return {"opening": _words(marks, self._vocab_size), "reasoning": _words(text | ends, self._vocab_size)}
 
 
 class Constraint:
@@ -211,10 +210,10 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode())
 
 
-def _words(allowed: list[bool]) -> Tensor:
+def _words(allowed: set[int], vocab_size: int) -> Tensor:
     """One bit for each token, int32 [ceil(V / 32)]."""
-    bits = torch.zeros(-(-len(allowed) // 32) * 32, dtype=torch.int64)
-    bits[: len(allowed)] = torch.tensor(allowed, dtype=torch.int64)
+    bits = torch.zeros(-(-vocab_size // 32) * 32, dtype=torch.int64)
+    bits[list(allowed)] = 1
     return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
 

@@ -10,13 +10,14 @@ import pytest
 
 from serve.load import load_engine
 from serve.server import make_service
+from serve.tool_calls import NAMESPACE
 from serve.tree import TreeConfig
 from tests.serve.comparison import CHAT, COMPLETIONS, Way, ask_all, bundled_pair
 from tests.serve.fake_engine import tokenizer
 from tests.serve.http_client import ask
 from tests.serve.test_grammar import PERSON, WEATHER, tool
 
-CLOSE = str(tokenizer().special["</mm:think>"])
+CLOSE, NAMESPACE_ID = str(tokenizer().special["</mm:think>"]), str(tokenizer().special[NAMESPACE])
 PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
 TOOLS = [tool(WEATHER, name="weather"), tool({"type": "object", "properties": {"q": {"type": "string"}}}, name="find")]
 LOOSE = [tool(WEATHER, strict=None, name="weather")]
@@ -25,7 +26,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools
 
 
 def user(text, **body):
-    return CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 90, **body}
+    return CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 75, **body}
 
 
 WITH_JSON = [
@@ -39,6 +40,8 @@ WITH_CALLS = [
     user("How is the weather?", tools=LOOSE, tool_choice=CHOICE, temperature=0),
     user("How is it in Rome?", tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, seed=3),
     user("And in Oslo?", tools=TOOLS, tool_choice=ALLOWED, parallel_tool_calls=False, seed=5, min_p=0.01),
+    # It is free to call, and does.
+    user("Do call.", tools=TOOLS[:1], parallel_tool_calls=False, seed=4, logit_bias={NAMESPACE_ID: 30}),
     user("Think of rain.", tools=TOOLS, tool_choice=CHOICE, seed=2, thinking_mode="enabled", logit_bias={CLOSE: 14}),
 ]
 OTHERS = [
@@ -52,7 +55,7 @@ REQUESTS = [*WITH_JSON, *WITH_CALLS, *OTHERS]
 WAYS = [
     Way(TreeConfig.chain(4), 1.0, crowded=True, stream=True),
     Way(TreeConfig(4, 3, 14), 0.67, crowded=True, stream=False),
-    Way(TreeConfig(3, 2, 6), 0.3, crowded=False, stream=True),
+    Way(TreeConfig(3, 2, 6), 0.3, crowded=True, stream=True),
 ]
 
 
