@@ -19,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def half_a_target(**overrides) -> ShardedTarget:
     """The second of two parts, whose sums stay partial: one KV head, and half of the experts."""
-    config, shard = tiny_config(**overrides), Shard(1, 2)
+    config, shard = tiny_config(**overrides | {"num_layers": 3}), Shard(1, 2)
     target = ShardedTarget(config, shard)
     target.materialise("cpu")
     tensors = {spec.name: tensor for spec, tensor in random_tensors(config)}
