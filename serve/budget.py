@@ -3,7 +3,7 @@ accepted lately. Nothing here changes what comes out, only how fast.
 
 A shape's cost is that of a whole step (draft and verify) at its tokens, batch and context, from a table measured on the
 machine. What it brings is estimated from how often the target's choice was the first, second, ... child of a node, by
-depth: over all requests, and over each one's own recent steps.
+depth: over all requests of a kind (greedy or sampled), and over each one's own recent steps.
 """
 
 from bisect import bisect_left
@@ -13,8 +13,11 @@ from functools import cached_property
 from serve.tree import Tree, TreeConfig
 
 OFF = TreeConfig(depth=1, width=1, nodes=1)  # the root alone: plain decoding
-# Share of the time given to the largest shape for what it shows about all others; and steps that have it to begin with.
-PROBING, FIRST_PROBES = 0.01, 3
+# Share of the time given to the largest shape for what it shows about all others. The first steps are for looking, too,
+# with the largest shape that is not expected to lose more than so many plain steps.
+PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
+# Drafting has to promise so much more than plain decoding: the best of many estimates is too rosy.
+MARGIN = 1.03
 # Steps after which the outlook of a request is worked out anew; in which a record fades by half; and how many steps
 # of its own weigh as much as the rate over all requests.
 REFRESH, HALF_LIFE, TRUST = 4, 24, 4.0
@@ -117,13 +120,18 @@ class Budget:
         self.largest = max(self.shapes, key=lambda shape: (shape.nodes, shape.depth))
         self.depth = max(shape.depth for shape in self.shapes)
         self.width = max(shape.width for shape in self.shapes)
-        self.overall = Record(self.depth, self.width)
+        self.overall = {kind: Record(self.depth, self.width) for kind in ("greedy", "sampled")}
         self.saved = 0.0  # seconds that a probe may cost
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
 
-    def choose(self, ids: list[str], contexts: list[int], limits: list[int]) -> TreeConfig:
-        """The shape for a step of these requests; request r can take `limits[r]` drafted tokens."""
+    def choose(self, ids: list[str], kinds: list[str], contexts: list[int], limits: list[int]) -> TreeConfig:
+        """The shape for a step of these requests, each "greedy" or "sampled"; request r can take `limits[r]` drafted
+        tokens.
+        """
+        for each, kind in zip(ids, kinds, strict=True):
+            if each not in self._records:
+                self._records[each] = Record(self.depth, self.width, self.overall[kind])
         batch, context = len(ids), sum(contexts) // len(contexts)
         seconds = {shape: self.table.seconds(shape, batch, context) for shape in self.shapes}
 
@@ -131,9 +139,15 @@ class Budget:
             outlooks = [self._outlook(each)[shape] for each in ids]
             return sum(1 + sum(kept[:limit]) for kept, limit in zip(outlooks, limits, strict=True)) / seconds[shape]
 
-        best = max(self.shapes, key=speed)
-        loss = seconds[self.largest] * (1 - speed(self.largest) / speed(best))
-        if self.overall.steps < FIRST_PROBES or loss <= self.saved:
+        best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape == OFF else 1))
+
+        def loss(shape: TreeConfig) -> float:
+            return seconds[shape] * (1 - speed(shape) / speed(best))
+
+        if any(self.overall[kind].steps < FIRST_PROBES for kind in kinds):
+            affordable = [shape for shape in self.shapes if loss(shape) <= FIRST_LOSS * seconds[OFF]]
+            return max(affordable, key=lambda shape: (shape.nodes, shape.depth))
+        if loss(self.largest) <= self.saved:
             self.saved = 0.0
             return self.largest
         self.saved += PROBING * seconds[best]
@@ -143,8 +157,8 @@ class Budget:
         """Takes a verified tree and its accepted nodes down."""
         if len(tree) == 1:
             return
-        self.overall.add(tree, path)
-        record = self._record(request_id)
+        record = self._records[request_id]
+        record.prior.add(tree, path)
         record.add(tree, path)
         if record.steps % REFRESH == 0:
             self._expected.pop(request_id, None)
@@ -154,14 +168,9 @@ class Budget:
         self._records.pop(request_id, None)
         self._expected.pop(request_id, None)
 
-    def _record(self, request_id: str) -> Record:
-        if request_id not in self._records:
-            self._records[request_id] = Record(self.depth, self.width, self.overall)
-        return self._records[request_id]
-
     def _outlook(self, request_id: str) -> dict[TreeConfig, list[float]]:
         if request_id not in self._expected:
-            record = self._record(request_id)
+            record = self._records[request_id]
             expected = {shape: record.expected(shape) if shape != OFF else [0.0] for shape in self.shapes}
             self._expected[request_id] = expected
         return self._expected[request_id]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
-from serve.request import Sequence
+from serve.request import SamplingParams, Sequence
 from serve.sampling import Row, Survivors, filtered, follow_grammars
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
@@ -160,15 +160,22 @@ class Drafter:
         of a token that the grammar forbids is -inf.
         """
         values_RWK, ids_RWK, dead_RW1 = self.draft.logits(state_RWH), None, None
+        logits_RWV = values_RWK
         if paths is not None:
             rows = [Row(sequence, path) for sequence, own in zip(sequences, paths, strict=True) for path in own]
             allowed_RWV = follow_grammars(values_RWK.flatten(0, 1), rows, self._target_ids).view_as(values_RWK)
             # A draft with a smaller vocabulary may know none of the tokens that are allowed.
             dead_RW1 = allowed_RWV.isneginf().all(-1, keepdim=True)
-            values_RWK = torch.where(dead_RW1, values_RWK, allowed_RWV)
+            values_RWK = logits_RWV = torch.where(dead_RW1, values_RWK, allowed_RWV)
         if noise_RV is not None:
-            values_RWK, ids_RWK = self._noisy(values_RWK, sequences, noise_RV, width)
-        chance_RWC, index_RWC = values_RWK.log_softmax(-1).topk(min(width, values_RWK.shape[-1]), dim=-1)
+            values_RWK, ids_RWK = self._noisy(logits_RWV, sequences, noise_RV, width)
+        total_RW1 = values_RWK.logsumexp(-1, keepdim=True)
+        greedy = [sequence.params.greedy for sequence in sequences]
+        if noise_RV is not None and any(greedy):
+            # Of a greedy row only a few of the logits may be at hand.
+            total_RW1[greedy] = logits_RWV[greedy].logsumexp(-1, keepdim=True)
+        values_RWC, index_RWC = values_RWK.topk(min(width, values_RWK.shape[-1]), dim=-1)
+        chance_RWC = values_RWC - total_RW1
         if dead_RW1 is not None:
             chance_RWC = chance_RWC.masked_fill(dead_RW1, float("-inf"))
         index_RWC = index_RWC if ids_RWK is None else ids_RWK.gather(-1, index_RWC)
@@ -185,9 +192,10 @@ class Drafter:
         nodes, greedy = logits_RWV.shape[1], [sequence.params.greedy for sequence in sequences]
         rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
         logits_NV = logits_RWV.flatten(0, 1)
-        # Greedy rows keep their logits: a single surviving token would leave nothing to branch to.
-        params = [row.sequence.params for row in rows]
-        best = None if any(greedy) else Survivors.of(logits_NV, params, split_ties=True)
+        # Greedy rows keep their best logits: a single surviving token would leave nothing to branch to.
+        unfiltered = SamplingParams(top_k=width)
+        params = [unfiltered if row.sequence.params.greedy else row.sequence.params for row in rows]
+        best = Survivors.of(logits_NV, params, split_ties=True)
         if best is not None and best.ids_NK.shape[1] >= width:
             noise_NV = noise_RV.repeat_interleave(nodes, 0)
             noisy_NK = best.values_NK + noise_NV.gather(1, self._target_ids[best.ids_NK])

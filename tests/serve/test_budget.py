@@ -51,9 +51,10 @@ def run(target, answers, costs: CostTable, agreement: float, shape: TreeConfig |
     seconds, shapes = 0.0, []
     choose = engine.budget.choose
 
-    def watched(ids, contexts, limits):
+    def watched(ids, kinds, contexts, limits):
         nonlocal seconds
-        chosen = choose(ids, contexts, limits) if shape is None else shape
+        chosen = choose(ids, kinds, contexts, limits)
+        chosen = chosen if shape is None else shape
         seconds += costs.seconds(chosen, len(ids), sum(contexts) // len(contexts))
         shapes.append(chosen)
         return chosen
@@ -97,6 +98,11 @@ def test_requests_are_told_apart():
     """Of two requests, the one whose drafts are accepted is expected to go on so."""
     budget = Budget(CHEAP)
     chain = Tree([0, 1, 2, 3], [-1, 0, 1, 2])
+
+    def meet(*names: str, kind: str = "greedy") -> None:
+        budget.choose(list(names), [kind] * len(names), [64] * len(names), [8] * len(names))
+
+    meet("easy", "hard", "new")
     for _ in range(20):
         budget.learn("easy", chain, [1, 2, 3])
         budget.learn("hard", chain, [])
@@ -104,7 +110,20 @@ def test_requests_are_told_apart():
     assert easy > 2 and hard < 0.5
     assert 0.5 < sum(budget._outlook("new")[TreeConfig.chain(3)]) < 2
     budget.forget("easy")
+    meet("easy")
     assert sum(budget._outlook("easy")[TreeConfig.chain(3)]) < 2
+
+
+def test_sampled_requests_do_not_suffer_from_greedy_ones():
+    """What a new request can expect is what others of its kind met."""
+    budget = Budget(CHEAP)
+    budget.choose(["g", "s"], ["greedy", "sampled"], [64, 64], [8, 8])
+    for _ in range(20):
+        budget.learn("g", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2, 3])
+        budget.learn("s", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [])
+    budget.choose(["new g", "new s"], ["greedy", "sampled"], [64, 64], [8, 8])
+    greedy, sampled = (sum(budget._outlook(name)[TreeConfig.chain(3)]) for name in ("new g", "new s"))
+    assert greedy > 2 and sampled < 0.5
 
 
 def test_expected_tokens_of_a_shape():
