@@ -1,5 +1,6 @@
 """Around every request: an id, a log line, the API key and the size of the body."""
 
+import asyncio
 import hmac
 import logging
 import re
@@ -50,7 +51,14 @@ class Gate:
             await send(message)
 
         try:
-            await self._guarded(scope, headers, receive, send_with_id)
+            async with asyncio.timeout(self.settings.request_timeout + self.settings.grace):
+                await self._guarded(scope, headers, receive, send_with_id)
+        except TimeoutError:
+            # A request ends in its time by itself, unless its client does not read.
+            if not status:
+                limit = self.settings.request_timeout
+                late = ApiError(504, f"the request took longer than {limit:g} s", code="timeout")
+                await late.response()(scope, receive, send_with_id)
         finally:
             line = {
                 "request_id": request_id,
@@ -86,12 +94,19 @@ class Gate:
         return None
 
     def _bounded(self, receive: Receive) -> Receive:
-        """Counts a body that comes without a length."""
-        size = 0
+        """Counts a body that comes without a length, and waits for none for ever."""
+        size, more, deadline = 0, True, time.monotonic() + self.settings.body_timeout
 
         async def bounded() -> Message:
-            nonlocal size
-            message = await receive()
+            nonlocal size, more
+            if not more:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                limit = self.settings.body_timeout
+                raise ApiError(408, f"the body did not arrive within {limit:g} s", "body", "timeout") from None
+            more = message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self.settings.max_body:
                 raise self._too_large()

@@ -29,11 +29,17 @@ _LONG = 2**18  # bytes: about a tenth of a second to encode
 
 @dataclass(frozen=True)
 class Settings:
-    """Limits of a server. Sizes in bytes, times in seconds; no API key means that none is asked for."""
+    """Limits of a server. Sizes in bytes, times in seconds; no API key means that none is asked for.
+
+    body_timeout: for a body to arrive. request_timeout: for an answer, once it has begun; `grace` later the connection
+    is closed, whether its client has read the answer or not.
+    """
 
     api_keys: tuple[str, ...] = ()
     max_body: int = 64 * 2**20
+    body_timeout: float = 120.0
     request_timeout: float = 3600.0
+    grace: float = 150.0
     drain_timeout: int = 30
     pictures: PictureLimits = field(default_factory=PictureLimits)
 

@@ -22,6 +22,7 @@ import pytest
 from serve.answer import Answer
 from serve.async_engine import Stream
 from serve.request import Request, SamplingParams, Sequence
+from serve.service import Settings
 from tests.serve.comparison import CHAT, COMPLETIONS, WAYS, Pair
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
 from tests.serve.http_client import client, serving
@@ -201,6 +202,32 @@ def test_r14_of_several_answers_each_ends_for_itself():
             next(lines)
             until(lambda: len(fake.aborted) == 1 and len(fake.requests) == 1)
         until(lambda: not fake.requests and idle(made))
+
+
+def test_r14_a_client_that_does_not_read_is_cut_off():
+    """Its answer has been produced, the pages are free; the rest of it is not kept for ever."""
+    made = service(FakeEngine(lambda request: [50], context=10**6), settings=Settings(request_timeout=1.0, grace=0.5))
+    with serving(made) as url:
+        host, port = url.removeprefix("http://").split(":")
+        content = json.dumps({**ENDLESS, "max_tokens": 60_000, "logprobs": 20, "stream": True}).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+            connection.sendall(head.encode() + content)
+            until(lambda: made.engine.engine.seen)
+            until(lambda: sum(made.metrics.requests.values()) == 1)
+    assert idle(made)
+
+
+def test_r14_a_body_that_never_comes_is_not_waited_for():
+    made = service(saying("x"), settings=Settings(body_timeout=0.2))
+    with serving(made) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{{".encode())
+            answer = connection.recv(4096).decode()
+    assert answer.startswith("HTTP/1.1 408 ") and "the body did not arrive within 0.2 s" in answer
 
 
 def test_r14_a_long_text_keeps_nobody_waiting(monkeypatch):
