@@ -129,13 +129,15 @@ class Crew:
         atexit.unregister(self.close)
         with contextlib.suppress(OSError):
             self.tell(Stop())
+        # All ranks leave the group together; one that does not come must not hold up the others for ever.
+        leaving = threading.Thread(target=leave_group, daemon=True)
+        leaving.start()
         deadline = time.monotonic() + _GRACE
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leaving.join(max(0.0, deadline - time.monotonic()))
         shutil.rmtree(self._meeting, ignore_errors=True)
 
     def _watch(self) -> None:
@@ -206,6 +208,12 @@ def join_group(plan: TargetPlan, rank: int, meeting: str) -> None:
     )
 
 
+def leave_group() -> None:
+    """Once, and also when joining had failed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Connection) -> None:
     """A worker's life: join, load, follow; it ends with its parent, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
@@ -218,10 +226,12 @@ def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Conn
     except Exception as error:
         pipe.send(str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
         pipe.recv()  # rank 0 reads that when it has loaded its own part, and then says stop
+        leave_group()
         return
     pipe.send(None)
     try:
         follow(target, pipe.recv)
+        leave_group()
     except EOFError:
         _end_with_parent(meeting)
     except Exception as error:

@@ -50,7 +50,7 @@ def run(choice: str, make: Callable[..., TargetModel], monkeypatch: pytest.Monke
     return [*states, target(step, cache).final_state]
 
 
-@pytest.mark.parametrize("make", [random_target, half_a_target])
+@pytest.mark.parametrize("make", [random_target, pytest.param(half_a_target, marks=pytest.mark.slow)])
 def test_kernels_and_references_give_the_same_states(make, monkeypatch):
     for out, want in zip(run("triton", make, monkeypatch), run("reference", make, monkeypatch), strict=True):
         torch.testing.assert_close(out, want, atol=2e-4, rtol=2e-4)
