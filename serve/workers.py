@@ -149,7 +149,7 @@ class Crew:
         process.join()
         how = f"exit code {process.exitcode}"
         if process.exitcode < 0:
-            how = f"killed by {signal.Signals(-process.exitcode).name}"
+            how = f"killed by signal {-process.exitcode}"
         pipe = self._pipes[rank - 1]
         with contextlib.suppress(OSError, EOFError):
             if pipe.poll():
