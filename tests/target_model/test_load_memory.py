@@ -19,6 +19,8 @@ PROBE = """
 import json, sys
 import torch
 from target_model.checkpoint import load_target
+from target_model.shard_loading import load_shard
+from target_model.sharding import Shard
 from tests.fixtures import random_target
 
 def kilobytes(field):
@@ -28,7 +30,10 @@ def kilobytes(field):
 random_target()  # whatever the first use of torch allocates
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts again from here
 before = kilobytes("VmHWM")
-model = load_target(sys.argv[1], dtype=torch.bfloat16)
+if sys.argv[2] == "1":
+    model = load_target(sys.argv[1], dtype=torch.bfloat16)
+else:
+    model = load_shard(sys.argv[1], Shard(1, int(sys.argv[2])), dtype=torch.bfloat16)
 resident = sum(p.numel() * p.element_size() for p in model.parameters())
 print(json.dumps({"grown": kilobytes("VmHWM") - before, "resident": resident}))
 """
@@ -36,8 +41,9 @@ print(json.dumps({"grown": kilobytes("VmHWM") - before, "resident": resident}))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", ["bf16", "mxfp4"])
-def test_peak_host_memory(tmp_path: Path, name: str):
+@pytest.mark.parametrize(("name", "parts"), [("bf16", 1), ("mxfp4", 1), ("bf16", 2)])
+def test_peak_host_memory(tmp_path: Path, name: str, parts: int):
+    """Also of a process that loads one of two parts."""
     config = tiny_config(hidden_size=1024, expert_width=512, num_experts=16, vocab_size=4000, num_layers=7)
     directory = write_checkpoint(config, tmp_path / "bf16", shards=8)
     if name != "bf16":
@@ -45,7 +51,7 @@ def test_peak_host_memory(tmp_path: Path, name: str):
     shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
-    command = [sys.executable, "-c", PROBE, str(tmp_path / name)]
+    command = [sys.executable, "-c", PROBE, str(tmp_path / name), str(parts)]
     outcome = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, check=True)
     measured = json.loads(outcome.stdout)
     assert sum(shards) > 5 * max(shards)
