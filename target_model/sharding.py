@@ -174,6 +174,7 @@ class ShardedExperts(MixtureOfExperts):
             weights_TN.masked_fill(elsewhere_TN, 0.0),
             own_TN.masked_fill(elsewhere_TN, self.held),
             *self.activation,
+            routed_over=self.gate.shape[0],
         )
         return routed + self.shared(x_TH)
 

@@ -79,13 +79,15 @@ def grouped_experts(
     beta: float,
     w13_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    routed_over: int | None = None,
 ) -> Tensor:
-    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0.
+    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
+    the tiles suit pairs spread over `routed_over` experts (None: E).
 
     With scales (uint8 E8M0, one for 32 values of a row: [E, 2I, H / 32] and [E, H, I / 32]) the weights are MXFP8
     (e4m3, full shape) or MXFP4 (uint8, two values a byte, low nibble first: [E, 2I, H / 2] and [E, H, I / 2]).
     """
-    shape = gemm_shape(experts_TN.numel(), w2_EHI.shape[0], weight_format(w13_E2IH, w13_scale))
+    shape = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], weight_format(w13_E2IH, w13_scale))
     return run_experts(
         x_TH,
         w13_E2IH,

@@ -27,10 +27,11 @@ def grouped_experts(
     alpha: float,
     limit: float,
     beta: float,
+    routed_over: int | None = None,
 ) -> Tensor:
     """sum over n of weights[t, n] * w2[e] @ swiglu(w13[e] @ x[t]), e = experts[t, n]: [T, H] in the dtype of x.
 
-    An expert id of E stands for an expert that is not here: the pair is left out.
+    An expert id of E stands for an expert that is not here: the pair is left out. `routed_over`: for kernels only.
     """
     # Pairs (row, rank) sorted by expert: one product for each expert that was chosen, one activation for all.
     counts = experts_TN.flatten().bincount(minlength=w13_E2IH.shape[0]).tolist()[: w13_E2IH.shape[0]]

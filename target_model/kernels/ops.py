@@ -135,16 +135,25 @@ def grouped_experts(
     alpha: float,
     limit: float,
     beta: float,
+    routed_over: int | None = None,
 ) -> Tensor:
-    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0."""
+    """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
+    `routed_over` is the number of experts then, those elsewhere included.
+    """
     routing = (weights_TN, experts_TN, alpha, limit, beta)
     module = _implementation("moe", x_TH)
     if module is _module("moe", "reference") or not (_is_quantised(w13_E2IH) or _is_quantised(w2_EHI)):
-        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing)
+        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
     if not _has_expert_kernel(x_TH, w13_E2IH, w2_EHI):
-        return _module("moe", "reference").grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing)
+        return _module("moe", "reference").grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
     return module.grouped_experts(
-        x_TH, w13_E2IH.values, w2_EHI.values, *routing, w13_scale=w13_E2IH.scale, w2_scale=w2_EHI.scale
+        x_TH,
+        w13_E2IH.values,
+        w2_EHI.values,
+        *routing,
+        w13_scale=w13_E2IH.scale,
+        w2_scale=w2_EHI.scale,
+        routed_over=routed_over,
     )
 
 

@@ -52,11 +52,11 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch):
         ops.grouped_experts(x.bfloat16(), layer.w13, layer.w2, weights, chosen, *ROUTING)
         operands, scales = calls.pop()
         assert operands[1] is layer.w13.values and operands[2] is layer.w2.values
-        assert scales == {"w13_scale": layer.w13.scale, "w2_scale": layer.w2.scale}
+        assert scales == {"w13_scale": layer.w13.scale, "w2_scale": layer.w2.scale, "routed_over": None}
         assert ops.grouped_experts(x, layer.w13, layer.w2, weights, chosen, *ROUTING).shape == (6, 64)
     layer = experts("nvfp4")
     assert ops.grouped_experts(x.bfloat16(), layer.w13, layer.w2, weights, chosen, *ROUTING).dtype == torch.bfloat16
     assert not calls
     layer = experts("bf16")
     ops.grouped_experts(x, layer.w13, layer.w2, weights, chosen, *ROUTING)
-    assert calls[0][0][1] is layer.w13 and calls[0][1] == {}
+    assert calls[0][0][1] is layer.w13 and calls[0][1] == {"routed_over": None}

@@ -78,7 +78,7 @@ def test_pairs_whose_expert_is_elsewhere():
     weights = randn(7, 3, seed=3).masked_fill(chosen == 5, 0.0)
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        out = moe.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
+        out = moe.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, routed_over=9)
     finally:
         torch.use_deterministic_algorithms(False)
     assert not out[0].any()
