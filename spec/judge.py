@@ -20,11 +20,13 @@ CHAIN = 3
 TOKENS = 96
 
 
-def served_acceptance(target: str) -> Callable[[Eagle3Draft, TargetModel | None], dict[str, Any]]:
+def served_acceptance(
+    target: str, draft_attention: str = "full"
+) -> Callable[[Eagle3Draft, TargetModel | None], dict[str, Any]]:
     """A callable that measures chains of 3: "al", greedy, by which a run keeps its best, and "al_sampled", at T = 1.
 
     It serves the draft with the target it is given. Without one, `target` is loaded when the first draft comes, on that
-    draft's device and in its precision.
+    draft's device and in its precision. `draft_attention` as in `spec serve`.
     """
     tokenizer = load_tokenizer(resolve_target(target).path)
     loaded: TargetModel | None = None
@@ -34,17 +36,17 @@ def served_acceptance(target: str) -> Callable[[Eagle3Draft, TargetModel | None]
         if model is None and loaded is None:
             weight = draft.lm_head.weight
             loaded = load_target(target, dtype=weight.dtype, device=weight.device)
-        return measure_draft(Pair(model or loaded, draft, tokenizer, f"target {target}"))
+        return measure_draft(Pair(model or loaded, draft, tokenizer, f"target {target}"), draft_attention)
 
     return judge
 
 
 @torch.no_grad()
-def measure_draft(pair: Pair) -> dict[str, Any]:
+def measure_draft(pair: Pair, draft_attention: str = "full") -> dict[str, Any]:
     """Served acceptance on the held-out prompts, all answered at once."""
     prompts = [pair.render(prompt.turns[0]) for prompt in load_suite(HELD_OUT).prompts]
     longest = TOKENS + max(map(len, prompts))
-    engine = pair.engine(TreeConfig.chain(CHAIN), longest, len(prompts))
+    engine = pair.engine(TreeConfig.chain(CHAIN), longest, len(prompts), draft_attention)
     result: dict[str, Any] = {"prompts": len(prompts), "tokens": TOKENS, "chain": CHAIN}
     for key, temperature in (("al", 0.0), ("al_sampled", 1.0)):
         params = [sampling_params(temperature, TOKENS, seed) for seed in range(len(prompts))]

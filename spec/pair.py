@@ -51,11 +51,21 @@ class Pair:
         reasoning, content = self.tokenizer.decode(token_ids[:end]), self.tokenizer.decode(token_ids[end + 1 :])
         return {"role": "assistant", "content": content, "reasoning_content": reasoning}
 
-    def engine(self, tree: TreeConfig | None, longest: int, sequences: int = 1) -> Engine:
+    def engine(
+        self, tree: TreeConfig | None, longest: int, sequences: int = 1, draft_attention: str = "full"
+    ) -> Engine:
         """An engine for `sequences` at once, each at most `longest` tokens, answer included; plain without `tree`."""
         pages = sequences * -(-(longest + MAX_SCRATCH) // self.target.config.block_size)
         draft = None if tree is None else self.draft
-        return Engine(self.target, draft, tree, pages=pages, context=longest, max_running=sequences)
+        return Engine(
+            self.target,
+            draft,
+            tree,
+            pages=pages,
+            context=longest,
+            max_running=sequences,
+            draft_attention=draft_attention,
+        )
 
 
 def load_pair(target: str, draft: str, device: str = "auto") -> Pair:

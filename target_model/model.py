@@ -222,7 +222,9 @@ class TargetModel(nn.Module):
         return self.lm_head(final_state).float()
 
     @torch.no_grad()
-    def capture(self, token_ids_RS: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def capture(
+        self, token_ids_RS: Tensor, taps: Sequence[int], recorder: Recorder | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Final states [R, S, H] and taps [R, S, A] of whole sequences from position 0.
 
         Attention is causal, so padding on the right changes no row before it.
@@ -231,6 +233,6 @@ class TargetModel(nn.Module):
         sequences, length = token_ids_RS.shape
         batch = Batch.whole(self.config.block_size, token_ids_RS.to(self.device))
         cache = TransientCache(self.config, batch.block_table.numel(), dtype=self.dtype, device=self.device)
-        output = self(batch, cache, taps)
+        output = self(batch, cache, taps, recorder)
         shape = (sequences, length)
         return output.final_state.unflatten(0, shape), output.aux.unflatten(0, shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from target_model.errors import UserError
+from train.features import DraftBlocks
 
 
 def explicit_attention(
@@ -22,10 +23,16 @@ def explicit_attention(
     documents_RS: Tensor,
     packed: bool,
     scale: float,
+    chosen_RQSS: Tensor | None = None,
 ) -> Tensor:
-    """The definition, with all scores in memory: any device, any dtype (softmax in fp32). Returns [R, S, Q, D]."""
+    """The definition, with all scores in memory: any device, any dtype (softmax in fp32). Returns [R, S, Q, D].
+
+    chosen_RQSS bool: step-0 keys in the blocks that a row attends to; None: all.
+    """
     length, groups = q_RSQD.shape[1], q_RSQD.shape[2] // k0_RSKD.shape[2]
     visible = visible_keys(documents_RS) if packed else _causal(length, q_RSQD.device)
+    if chosen_RQSS is not None:
+        visible = visible & chosen_RQSS
     q_RQSD = q_RSQD.transpose(1, 2) * scale
     k0_RQSD, v0_RQSD = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k0_RSKD, v0_RSKD))
     scores = (q_RQSD @ k0_RQSD.transpose(2, 3)).masked_fill(~visible, float("-inf"))
@@ -48,6 +55,21 @@ def visible_keys(documents_RS: Tensor) -> Tensor:
     return (same & _causal(documents_RS.shape[1], documents_RS.device))[:, None]
 
 
+def chosen_keys(blocks: DraftBlocks, positions_RS: Tensor, num_heads: int) -> Tensor:
+    """bool [R, Q, S, S]: the key's token lies in a block of the query's list. The key of row p is that of the token at
+    p + 1.
+    """
+    lists_RSKN = blocks.lists.long()
+    key_block_RS = (positions_RS + 1) // blocks.size
+    count = int(torch.maximum(key_block_RS.max(), lists_RSKN.max())) + 1
+    member_RSKB = torch.zeros(*lists_RSKN.shape[:3], count + 1, dtype=torch.bool, device=lists_RSKN.device)
+    # One place more takes the -1 behind a list's end.
+    member_RKSB = member_RSKB.scatter(-1, lists_RSKN.where(lists_RSKN >= 0, count), True).transpose(1, 2)
+    heads, length = member_RKSB.shape[1], positions_RS.shape[1]
+    keys = key_block_RS[:, None, None].expand(-1, heads, length, -1)
+    return member_RKSB.gather(-1, keys).repeat_interleave(num_heads // heads, dim=1)
+
+
 def _causal(length: int, device: torch.device) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
 
@@ -67,7 +89,9 @@ def flash_attention(
     packed: bool,
     scale: float,
 ) -> Tensor:
-    """The same through PyTorch's flash attention, without the S x S scores. Document masks (packed) need CPU."""
+    """The same through PyTorch's flash attention, without the S x S scores. Document masks (packed) need CPU, and
+    chosen blocks the other implementation.
+    """
     groups = q_RSQD.shape[2] // k0_RSKD.shape[2]
     heads_first = [x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k0_RSKD, v0_RSKD)]
     mask = None

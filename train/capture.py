@@ -42,12 +42,12 @@ class CaptureResult:
     size: int
 
 
-def run_taps(config: TrainConfig, target: ResolvedTarget) -> tuple[int, ...]:
-    """The taps of the draft that `config` would train."""
+def run_draft_config(config: TrainConfig, target: ResolvedTarget) -> DraftConfig:
+    """The draft that `config` would train."""
     if config.draft.init_from is None:
-        return draft_config(config.draft, target.config).taps
+        return draft_config(config.draft, target.config)
     chosen = resolve_draft(config.draft.init_from, target)
-    return DraftConfig.from_json(chosen.path / "config.json", chosen.default_taps).taps
+    return DraftConfig.from_json(chosen.path / "config.json", chosen.default_taps)
 
 
 def bytes_per_token(hidden_size: int, taps: int, dtype: str) -> int:
@@ -78,7 +78,7 @@ def capture_store(
     tokenizer = load_tokenizer(target.path)
     rows = load_rows(config.data, tokenizer, config.seed)
     note(rows.summary())
-    taps = run_taps(config, target)
+    taps = run_draft_config(config, target).taps
     per_token = bytes_per_token(target.config.hidden_size, len(taps), dtype)
     shard_rows = shard_rows or max(1, _SHARD_BYTES // (per_token * config.data.sequence_length))
     device, compute = resolve_device(config)

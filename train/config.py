@@ -95,6 +95,9 @@ class TTTConfig(_Section):
     steps: int = Field(7, ge=1, le=16)
     decay: float = Field(0.8, gt=0, le=1)
     attention: Literal["auto", "explicit", "flash"] = "auto"
+    draft_attention: str = Field(
+        "full", description="as served: full, or sparse or sparse:LAYER for the blocks that a target layer chose"
+    )
 
 
 class LossConfig(_Section):
@@ -228,6 +231,12 @@ class TrainConfig(_Section):
             raise ValueError(
                 f"features.stages={self.features.stages} leaves no process the whole target to serve: "
                 "set eval.judge to replay (with eval.answers) or none"
+            )
+        features = self.features
+        if self.ttt.draft_attention != "full" and (features.stages > 1 or features.cache or features.store is not None):
+            raise ValueError(
+                f"ttt.draft_attention={self.ttt.draft_attention} needs the target's choices of blocks, which only "
+                "online features of a whole target have: no features.stages, cache or store"
             )
         if self.eval.judge == "replay" and self.features.store is not None:
             raise ValueError("eval.judge=replay needs the target, and features.store trains without it")

@@ -4,15 +4,29 @@
 batch, S tokens in a row, A width of the concatenated taps, H target hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draft_model.chosen_blocks import ChosenBlocks
 from target_model.model import TargetModel
 from train.data import TrainingRows, valid_steps
+
+# Per token of rows int64 [R, S], all from position 0: [R, S, ...] each.
+CaptureRows = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class DraftBlocks:
+    """The blocks, of `size` tokens, that the queries of a row attend to by kv head of the draft: int32 [R, S, K, N], -1
+    behind the last.
+    """
+
+    lists: Tensor
+    size: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Features:
     aux          [R, S, A]     residual stream entering each tap layer, concatenated in the order of the taps
     final_state  [R, S, H]     after the target's final norm: its output head applies directly
     packed       whether any row holds more than one document
+    blocks       what a sparse draft attends to; None: everything
     """
 
     token_ids: Tensor
@@ -35,6 +50,7 @@ class Features:
     aux: Tensor
     final_state: Tensor
     packed: bool
+    blocks: DraftBlocks | None = None
 
 
 def document_positions(documents: np.ndarray) -> np.ndarray:
@@ -81,9 +97,11 @@ class OnlineCapture:
         *,
         capture_rows: int = 16,
         cache: bool = False,
+        chosen: ChosenBlocks | None = None,
     ):
+        """With `chosen` the features say which blocks a sparse draft attends to; it excludes `cache`."""
         self.target, self.rows, self.taps = target, rows, tuple(taps)
-        self.capture_rows = capture_rows
+        self.capture_rows, self.chosen = capture_rows, chosen
         self.valid_steps = valid_steps(rows.documents, rows.spans, steps)
         self._cache: dict[int, tuple[Tensor, Tensor]] | None = {} if cache else None
         self._lengths = (rows.documents > 0).sum(-1)
@@ -95,8 +113,9 @@ class OnlineCapture:
         width = partial.token_ids.shape[1]
         documents = self.rows.documents[indices, :width]
         if self._cache is None:
-            final, aux = self._capture(partial.token_ids, documents)
-            return replace(partial, aux=aux, final_state=final)
+            final, aux, *choice = self._capture(partial.token_ids, documents)
+            blocks = self._blocks(choice[0], partial.positions) if choice else None
+            return replace(partial, aux=aux, final_state=final, blocks=blocks)
         self._fill_cache([int(i) for i in indices if int(i) not in self._cache])
         stored = [self._cache[int(i)] for i in indices]
         final, aux = (pad_rows([entry[part] for entry in stored], width).to(self.device) for part in (0, 1))
@@ -106,9 +125,26 @@ class OnlineCapture:
         """The micro batches of `rank`, of the rows `parts` [ranks][micro batches] of an optimizer step."""
         return [self.features(rows) for rows in parts[rank]]
 
-    def text(self, token_ids_RS: Tensor) -> tuple[Tensor, Tensor]:
-        """Final states [R, S, H] and taps [R, S, A] of any text."""
-        return self.target.capture(token_ids_RS, self.taps)
+    def text(self, token_ids_1S: Tensor) -> tuple[Tensor, Tensor, DraftBlocks | None]:
+        """Final states [1, S, H], taps [1, S, A] and blocks of any text."""
+        final, aux, *choice = self._run(token_ids_1S)
+        positions = torch.arange(token_ids_1S.shape[1], device=self.device)[None]
+        return final, aux, self._blocks(choice[0], positions) if choice else None
+
+    def _run(self, token_ids_RS: Tensor) -> tuple[Tensor, ...]:
+        """Final states, taps and, for a sparse draft, the target's choice, int32 [R, S, J, N]."""
+        if self.chosen is None:
+            return self.target.capture(token_ids_RS, self.taps)
+        recorder = self.chosen.recorder()
+        captured = self.target.capture(token_ids_RS, self.taps, recorder)
+        count, length = token_ids_RS.shape
+        positions_T = torch.arange(length, device=self.device).repeat(count)
+        return *captured, self.chosen.recorded(recorder, positions_T).unflatten(0, (count, length))
+
+    def _blocks(self, choice_RSJN: Tensor, positions_RS: Tensor) -> DraftBlocks:
+        """Row p goes by the choice made at p, and by the block that the token it reads lies in, as when served."""
+        lists = self.chosen.lists(choice_RSJN.flatten(0, 1), positions_RS.flatten() + 1)
+        return DraftBlocks(lists.unflatten(0, positions_RS.shape), self.chosen.block_size)
 
     def _fill_cache(self, missing: list[int]) -> None:
         for start in range(0, len(missing), self.capture_rows):
@@ -120,27 +156,22 @@ class OnlineCapture:
                 length = self._lengths[row]
                 self._cache[int(row)] = (final[i, :length].cpu().clone(), aux[i, :length].cpu().clone())
 
-    def _capture(self, token_ids_RS: Tensor, documents: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(final state [R, S, H], aux [R, S, A]); every document is seen alone and from position 0."""
+    def _capture(self, token_ids_RS: Tensor, documents: np.ndarray) -> tuple[Tensor, ...]:
+        """As `_run`; every document is seen alone and from position 0."""
         parts = []
         for start in range(0, len(token_ids_RS), self.capture_rows):
             piece = slice(start, start + self.capture_rows)
             capture = capture_packed if documents[piece].max() > 1 else capture_unpacked
-            parts.append(capture(self.target, token_ids_RS[piece], documents[piece], self.taps))
-        final, aux = zip(*parts, strict=True)
-        return (final[0], aux[0]) if len(parts) == 1 else (torch.cat(final), torch.cat(aux))
+            parts.append(capture(self._run, token_ids_RS[piece], documents[piece]))
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
-def capture_unpacked(
-    target: TargetModel, token_ids_RS: Tensor, documents: np.ndarray, taps: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def capture_unpacked(run: CaptureRows, token_ids_RS: Tensor, documents: np.ndarray) -> tuple[Tensor, ...]:
     """Rows that hold one document from their start on: right padding cannot reach back through causal attention."""
-    return target.capture(token_ids_RS, taps)
+    return run(token_ids_RS)
 
 
-def capture_packed(
-    target: TargetModel, token_ids_RS: Tensor, documents: np.ndarray, taps: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def capture_packed(run: CaptureRows, token_ids_RS: Tensor, documents: np.ndarray) -> tuple[Tensor, ...]:
     """Takes the documents out of their rows, captures those of similar length together and puts the results back.
 
     Results at padding are zero.
@@ -149,20 +180,18 @@ def capture_packed(
     pieces = _document_slices(documents)
     pieces.sort(key=lambda piece: piece[1])
     flat_ids = token_ids_RS.flatten()
-    final = aux = None
+    placed: list[Tensor] = []
     for group in _similar_lengths(pieces):
         longest = group[-1][1]
         starts = np.array([start for start, _ in group])[:, None]
         inside = np.arange(longest) < np.array([length for _, length in group])[:, None]
         index = torch.from_numpy(np.where(inside, starts + np.arange(longest), 0)).to(flat_ids.device)
-        states, taps_out = target.capture(flat_ids[index], taps)
-        if final is None:
-            final = states.new_zeros(flat_ids.numel(), states.shape[-1])
-            aux = taps_out.new_zeros(flat_ids.numel(), taps_out.shape[-1])
+        captured = run(flat_ids[index])
+        placed = placed or [part.new_zeros(flat_ids.numel(), *part.shape[2:]) for part in captured]
         kept = torch.from_numpy(inside).to(flat_ids.device)
-        final[index[kept]] = states[kept]
-        aux[index[kept]] = taps_out[kept]
-    return final.unflatten(0, (-1, width)), aux.unflatten(0, (-1, width))
+        for whole, part in zip(placed, captured, strict=True):
+            whole[index[kept]] = part[kept]
+    return tuple(whole.unflatten(0, (-1, width)) for whole in placed)
 
 
 def _document_slices(documents: np.ndarray) -> list[tuple[int, int]]:

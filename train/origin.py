@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
+from draft_model.chosen_blocks import ChosenBlocks
 from target_model.checkpoint import load_target
 from target_model.model import TargetModel
 from target_model.resolve import ResolvedTarget
 from target_model.tokenizer import load_tokenizer
-from train.capture import run_taps
+from train.capture import run_draft_config
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.ends import load_ends
@@ -42,7 +43,7 @@ def open_origin(
 ) -> Origin:
     """Reads the data and loads what this process needs of the target. All processes call it together."""
     settings, steps = config.features, config.ttt.steps
-    tokenizer, taps = load_tokenizer(resolved.path), run_taps(config, resolved)
+    tokenizer, taps = load_tokenizer(resolved.path), run_draft_config(config, resolved).taps
     display.stage("reading data")
     if settings.store is not None:
         store = FeatureStore(settings.store)
@@ -67,5 +68,8 @@ def open_origin(
         )
         return Origin(rows, capture, load_ends(resolved, dtype=dtype, device=device), None)
     target = load_target(config.target, dtype=dtype, device=device)
-    capture = OnlineCapture(target, rows, taps, steps, capture_rows=settings.capture_rows, cache=settings.cache)
+    chosen = ChosenBlocks.parse(config.ttt.draft_attention, target.config, run_draft_config(config, resolved))
+    capture = OnlineCapture(
+        target, rows, taps, steps, capture_rows=settings.capture_rows, cache=settings.cache, chosen=chosen
+    )
     return Origin(rows, capture, target, target)

@@ -21,7 +21,7 @@ from target_model.resolve import ResolvedTarget
 from target_model.shard_loading import load_shard
 from target_model.sharding import Shard
 from train.data import TrainingRows
-from train.features import Features, OnlineCapture
+from train.features import DraftBlocks, Features, OnlineCapture
 
 
 def load_stage(
@@ -70,11 +70,11 @@ class PipelinedCapture(OnlineCapture):
         partial_features, states = self._through_stages(indices)
         return self._with_states(partial_features, self._shared(states, partial_features.token_ids))
 
-    def text(self, token_ids_RS: Tensor) -> tuple[Tensor, Tensor]:
-        final, aux = super().text(token_ids_RS)
+    def text(self, token_ids_1S: Tensor) -> tuple[Tensor, Tensor, DraftBlocks | None]:
+        final, aux, _ = super().text(token_ids_1S)
         states = torch.cat([final, aux], dim=-1) if self._rank == self._team[-1] else None
-        final, aux = self._shared(states, token_ids_RS).split(self._widths, dim=-1)
-        return final, aux
+        final, aux = self._shared(states, token_ids_1S).split(self._widths, dim=-1)
+        return final, aux, None
 
     def _shared(self, states: Tensor | None, token_ids_RS: Tensor) -> Tensor:
         """The last stage's states on every rank of the team."""

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
-from train.features import Features
+from train.features import DraftBlocks, Features
 from train.sources import read_file
 from train.ttt import unroll, valid_rows
 
-# Final states [1, S, H] and the draft's taps [1, S, A] of a text, int64 [1, S].
-CaptureText = Callable[[Tensor], tuple[Tensor, Tensor]]
+# Final states [1, S, H], the draft's taps [1, S, A] and the blocks of a sparse draft, of a text, int64 [1, S].
+CaptureText = Callable[[Tensor], tuple[Tensor, Tensor, DraftBlocks | None]]
 Texts = Sequence[tuple[Sequence[int], Sequence[int]]]
 CHAIN = 3
 
@@ -51,13 +51,13 @@ def chain_predictions(draft: Eagle3Draft, capture: CaptureText, token_ids: Seque
     right, and behind its first miss nothing counts.
     """
     ids = torch.tensor([list(token_ids)], device=draft.lm_head.weight.device)
-    final, aux = capture(ids)
+    final, aux, blocks = capture(ids)
     # Every row but the last reads a known token; later steps need that many known tokens more.
     size = ids.shape[1]
     positions = torch.arange(size, device=ids.device)[None]
     known = (size - 1 - positions).clamp(0, length)
     aux = aux.to(draft.lm_head.weight.dtype)
-    features = Features(ids, torch.ones_like(ids), positions, known, aux, final, packed=False)
+    features = Features(ids, torch.ones_like(ids), positions, known, aux, final, packed=False, blocks=blocks)
     rows = valid_rows(known, length)
     proposals = ids.new_full((size, length), -1)
     for step, (chosen, state) in enumerate(zip(rows, unroll(draft, features, rows), strict=True)):

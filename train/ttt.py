@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draft_model.model import Eagle3Draft
-from train.attention import explicit_attention, flash_attention
+from target_model.errors import UserError
+from train.attention import chosen_keys, explicit_attention, flash_attention
 from train.features import Features
 
 AttentionKind = Literal["auto", "explicit", "flash"]
@@ -40,7 +41,7 @@ def unroll(
 
     Step 0 makes keys and values of every row, since later rows see them; everything else is computed for `rows` only.
     """
-    attend = choose_attention(attention, features)
+    attend = choose_attention(attention, features, draft.config.num_heads)
     call = partial(checkpoint, use_reentrant=False) if recompute and torch.is_grad_enabled() else _call
     scale = draft.config.head_dim**-0.5
     shape = features.token_ids.shape
@@ -81,8 +82,13 @@ def _spread(x_MnD: Tensor, rows_M: Tensor, shape: torch.Size) -> Tensor:
     return flat.index_copy(0, rows_M, x_MnD).unflatten(0, shape)
 
 
-def choose_attention(kind: AttentionKind, features: Features) -> Callable[..., Tensor]:
+def choose_attention(kind: AttentionKind, features: Features, num_heads: int) -> Callable[..., Tensor]:
     """The one place that chooses: flash wherever PyTorch's kernels can express the mask."""
+    if features.blocks is not None:
+        if kind == "flash":
+            raise UserError("ttt.attention: flash does not mask chosen blocks; use explicit, or draft_attention=full")
+        chosen = chosen_keys(features.blocks, features.positions, num_heads)
+        return partial(explicit_attention, chosen_RQSS=chosen)
     half = features.aux.dtype in (torch.bfloat16, torch.float16)
     possible = half and not features.packed if features.aux.is_cuda else not half
     if kind == "auto":

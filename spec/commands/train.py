@@ -44,7 +44,7 @@ def train(
     from spec.judge import served_acceptance
     from train.loop import train as run
 
-    result = run(settings, judge=served_acceptance(settings.target), progress=not quiet)
+    result = run(settings, judge=served_acceptance(settings.target, settings.ttt.draft_attention), progress=not quiet)
     if os.environ.get("RANK", "0") == "0":
         measured = "" if result.best is None else f", AL {result.best['al']:.2f} at step {result.best['step']}"
         print(f"trained {result.step} steps{measured}\nserve it: spec serve --draft {result.draft}")

@@ -25,7 +25,9 @@ def test_the_runs_target_is_served_and_only_without_one_another_is_loaded(monkey
     loads, seen = [], []
     real = judge.load_target
     monkeypatch.setattr(judge, "load_target", lambda *a, **k: loads.append(a) or real(*a, **k))
-    monkeypatch.setattr(judge, "measure_draft", lambda pair: seen.append((pair.draft, pair.target)) or {"al": 1.0})
+    monkeypatch.setattr(
+        judge, "measure_draft", lambda pair, attention: seen.append((pair.draft, pair.target)) or {"al": 1.0}
+    )
     measure = judge.served_acceptance("m3-tiny")
     own = real("m3-tiny")
     first, second = load_draft(untrained_draft), load_draft(untrained_draft)

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from draft_model.chosen_blocks import ChosenBlocks
+from tests.draft_model.drafts import random_draft
 from tests.fixtures import random_target
+from train.attention import chosen_keys
 from train.data import TrainingRows
 from train.features import OnlineCapture
 
@@ -45,6 +48,23 @@ def test_every_document_has_the_features_of_a_run_alone(cache, capture_rows):
                 torch.testing.assert_close(features.final_state[i][inside], final[0], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(features.aux[i][inside], aux[0], atol=1e-4, rtol=1e-4)
                 assert features.positions[i][inside].tolist() == list(range(len(ids)))
+
+
+def test_a_packed_row_goes_by_the_choices_of_its_documents():
+    """The blocks of a sparse draft count from each document's start, and the mask never leaves it."""
+    target, config = random_target(), random_draft().config
+    chosen = ChosenBlocks.parse("sparse", target.config, config)
+    rows = make_rows([[40, 31], [60]], 71)
+    features = OnlineCapture(target, rows, TAPS, 3, chosen=chosen).features(np.array([0, 1]))
+    mask = chosen_keys(features.blocks, features.positions, config.num_heads)
+    assert features.blocks.size == target.config.block_size and not mask[1, :, 59, :58].all()
+    for row, number, length in ((0, 1, 40), (0, 2, 31), (1, 1, 60)):
+        inside = torch.from_numpy(rows.documents[row] == number)
+        ids = torch.from_numpy(rows.token_ids[row].astype(np.int64))[inside]
+        _, _, alone = OnlineCapture(target, rows, TAPS, 3, chosen=chosen).text(ids[None])
+        assert torch.equal(features.blocks.lists[row][inside], alone.lists[0])
+        expected = chosen_keys(alone, torch.arange(length)[None], config.num_heads)
+        assert torch.equal(mask[row][:, inside][:, :, inside], expected[0])
 
 
 def test_the_cache_spares_the_target(monkeypatch):

@@ -189,6 +189,21 @@ def test_a_run_leaves_no_thread_behind(settings):
     assert names and not [name for name in names if "gloo" in name or "tcpstore" in name]
 
 
+def test_a_sparse_draft_trains(settings):
+    """Rows are longer than the blocks that m3-tiny's last layer chooses, so the mask matters."""
+    losses = []
+    for attention in ("sparse", "full"):
+        change = {"ttt__draft_attention": attention, "schedule__steps": 2, "features__cache": False}
+        change |= {"data__sequence_length": 256, "data__packing": False}
+        config = settings(attention, **change)
+        text = "".join(f"x{i} = {i} * {i + 7}\n" for i in range(40))
+        Path(config.data.path).write_text(json.dumps({"text": text}) + "\n")
+        losses.append([line["loss"] for line in log_of(train(config, progress=False))])
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.2)
+    with pytest.raises(UserError, match=r"ttt\.draft_attention=sparse:3 needs the target's choices"):
+        settings("x", ttt__draft_attention="sparse:3", features__cache=True)
+
+
 def test_offload_checkpointing_and_overrides_reach_deepspeed(settings, monkeypatch):
     engines = []
     real = deepspeed.initialize
