@@ -216,7 +216,8 @@ def leave_group() -> None:
 
 def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Connection) -> None:
     """A worker's life: join, load, follow; it ends with its parent, however that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal; rank 0 decides
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # Ctrl-C and service managers reach every process; rank 0 decides
     threading.Thread(target=_end_with_parent, args=(meeting,), daemon=True).start()
     if plan.threads is not None:
         torch.set_num_threads(plan.threads)
