@@ -4,8 +4,8 @@ Attention is split by heads: query heads evenly, KV and index heads up to their 
 rank's cache holds its own heads only. Dense MLP and shared expert are split by inner width (first product by rows,
 second by columns), routed experts are held whole, E / size on each rank, and the router by all. What attention and MLP
 put out is then a partial sum: one all-reduce behind each of them, before anything is added, normalised or tapped. The
-embedding is repeated (a look-up reads single rows; splitting it would cost an all-reduce to save 1/180 of M3), the
-output head is split by vocabulary (at batch 1 it would be the largest read of a step) and its scores are gathered.
+embedding is repeated (a look-up reads single rows; splitting M3's would cost an all-reduce to save 2 GB on a GPU), the
+output head is split by vocabulary (read whole, it could be the largest read of a step) and its scores are gathered.
 
 The split model is an ordinary `TargetModel` of a smaller config. Shapes: T rows, H hidden, V vocabulary, N experts of a
 token.
