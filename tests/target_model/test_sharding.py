@@ -1,6 +1,7 @@
 """Layers split over processes, and stages of a pipeline, compute what one process does."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,19 @@ def test_a_rank_reads_its_own_regions_but_checks_every_tensor(tmp_path: Path):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"tensor {lost} is missing"):
         load_shard(directory, Shard(0, 2))
+
+
+def test_the_vision_tower_is_whole_where_tokens_are_embedded():
+    options = {"language_only": False}
+    whole, part = load_target("m3-tiny", **options), load_shard("m3-tiny", Shard(1, 2), **options)
+    first, second = (
+        load_shard("m3-tiny", shard, build=partial(PipelineStage, previous=previous, following=following), **options)
+        for shard, previous, following in ((Shard(0, 1, 0, 4), None, 1), (Shard(0, 1, 4, 8), 0, None))
+    )
+    for model in (part, first):
+        for name, parameter in whole.vision.named_parameters():
+            assert torch.equal(model.vision.get_parameter(name), parameter)
+    assert second.vision is None and not hasattr(second, "embed_tokens") and not hasattr(first, "lm_head")
 
 
 def test_one_part_is_the_whole():
