@@ -159,9 +159,12 @@ def test_r16_a_cache_smaller_than_the_context(known):
 @pytest.mark.parametrize("content", ["x" * 30_000_000, "]~b]" * 2_000_000], ids=["long", "markers"])
 def test_r16_a_text_far_too_long_is_refused_without_encoding_it(content, monkeypatch):
     monkeypatch.setattr(TOKENIZER, "encode", lambda *args, **kwargs: pytest.fail("encoded"))
-    made = service(saying([50], context=CONTEXT))
-    response = ask(made, CHAT, messages=[{"role": "user", "content": content}])
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for path, body in (
+        (COMPLETIONS, {"prompt": content}),
+        (CHAT, {"messages": [{"role": "user", "content": content}]}),
+    ):
+        response = ask(service(saying([50], context=CONTEXT)), path, **body)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("chunked", [False, True])

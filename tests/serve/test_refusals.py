@@ -3,9 +3,6 @@
 import asyncio
 import json
 
-import pytest
-
-from serve.service import Settings
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
 from tests.serve.http_client import client
 
@@ -185,75 +182,6 @@ def test_every_bad_request_is_refused_by_name():
         assert len(made.engine.engine.seen) == len(REFUSED) + 1
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize("length", [254, 255, 256, 257, 100_000])
-def test_the_length_of_a_prompt(length):
-    """One token short of the context gives one token; from the context on, the error names both lengths."""
-
-    async def run():
-        made = service(saying([50] * 10, context=CONTEXT))
-        async with client(made) as http:
-            return await http.post(COMPLETIONS, json={"prompt": [60] * length, "max_tokens": 10**9})
-
-    response = asyncio.run(run())
-    if length < CONTEXT:
-        assert response.status_code == 200
-        assert response.json()["usage"]["completion_tokens"] == CONTEXT - length
-        assert response.json()["choices"][0]["finish_reason"] == "length"
-    else:
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-        assert str(length) in error["message"]
-        assert str(CONTEXT) in error["message"]
-
-
-@pytest.mark.parametrize("content", ["x" * 30_000_000, "]~b]" * 2_000_000], ids=["long", "markers"])
-def test_a_text_far_too_long_is_refused_without_encoding_it(content, monkeypatch):
-    monkeypatch.setattr(TOKENIZER, "encode", lambda *args, **kwargs: pytest.fail("encoded"))
-
-    async def run():
-        async with client(service(saying([50], context=CONTEXT))) as http:
-            for path, body in (
-                (COMPLETIONS, {"prompt": content}),
-                (CHAT, {"messages": [{"role": "user", "content": content}]}),
-            ):
-                response = await http.post(path, json=body)
-                assert response.status_code == 400
-                assert response.json()["error"]["code"] == "context_length_exceeded"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("max_tokens", [1, 255, 10**9, None])
-def test_max_tokens(max_tokens):
-    async def run():
-        made = service(saying([50], end=False, context=CONTEXT))
-        async with client(made) as http:
-            response = await http.post(CHAT, content=chat(max_tokens=max_tokens)[1])
-            return response.json(), len(made.engine.engine.seen[0].prompt_ids)
-
-    body, prompt = asyncio.run(run())
-    assert body["usage"]["completion_tokens"] == min(max_tokens or CONTEXT, CONTEXT - prompt)
-    assert body["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large(chunked):
-    async def run():
-        made = service(saying("x"), settings=Settings(max_body=1000))
-        content = b'{"prompt": "' + b"x" * 2000 + b'"}'
-
-        async def parts():
-            yield content
-
-        async with client(made) as http:
-            return await http.post(COMPLETIONS, content=parts() if chunked else content)
-
-    response = asyncio.run(run())
-    assert response.status_code == 413
-    assert "1000 bytes" in response.json()["error"]["message"]
 
 
 def test_unknown_paths_and_methods():
