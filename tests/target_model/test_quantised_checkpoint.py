@@ -230,7 +230,6 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
         ("nvfp4", drop(f"{EXPERT}.weight_scale_2"), {}, "no format that can be read"),
         ("nvfp4", put(f"{EXPERT}.input_scale", torch.ones(2)), {}, f"{EXPERT}.input_scale in"),
         ("mxfp4", put(f"{EXPERT}.zero_point", torch.ones(2)), {}, f"unknown tensor {EXPERT}.zero_point"),
-        ("mxfp8", lambda t: t.update({f"{EXPERT}.weight_scale_inv": torch.ones(2, 2)}), {}, "no format that can be read"),
         ("mxfp8", lambda t: None, {"ignored_layers": [EXPERT]}, f"quantization_config excludes {EXPERT}"),
         ("mxfp8", lambda t: None, {"ignored_layers": ["re:.*experts.*"]}, "quantization_config excludes"),
         ("mxfp8", lambda t: None, {"ignored_layers": ["model.layers.3"]}, "quantization_config excludes"),
