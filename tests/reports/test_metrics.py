@@ -4,17 +4,20 @@ Report R24: tokens behind the end of an answer are counted, a rate has a constan
 Every number is worked out again from a raw trace of the verify steps, as they were before anything was cut. Also tried,
 of the same kind: stop strings and stop tokens in the middle of a run, the end of text at every place of it, caps of 1
 and 2, n and best_of, trees as well as chains, requests that are aborted, requests that are preempted, a request without
-any verify step, numbers of each answer against the totals, /stats against /metrics and usage. Evaluation with one and
-with two processes: tests/train/test_processes.py.
+any verify step, numbers of each answer against the totals, /stats against /metrics and usage, answers that still
+run. Training's figures over two processes are those of one; whole runs: tests/train/test_processes.py.
 """
 
 import asyncio
+import json
 import re
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.metrics import counts_json
@@ -24,6 +27,8 @@ from tests.serve.comparison import COMPLETIONS, Pair, Way
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
 from tests.serve.http_client import ask, client, serving
 from tests.serve.known_target import Following, known_target
+from train.loss import StepSums
+from train.window import reduce_sums
 
 TOKENIZER = tokenizer()
 END, START = TOKENIZER.eos_ids[0], TOKENIZER.encode("x")[0]
@@ -214,6 +219,30 @@ def test_r24_tokens_count_as_they_come():
         while (last := http.get("/stats").json())["running"]:
             time.sleep(0.01)
     assert last["completion_tokens"] == last["recent"][0]["completion_tokens"] >= stats["completion_tokens"]
+
+
+def sums_of(rank: int) -> StepSums:
+    """What a rank may have counted: rows of three unrolled steps, some of which hit."""
+    chance = torch.Generator().manual_seed(rank)
+    return StepSums(*torch.rand(5, 3, generator=chance).mul(torch.tensor([9.0, 5, 2])).unbind())
+
+
+def one_rank(rank: int, directory: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    mine = sums_of(rank)
+    totals = [reduce_sums(mine, 2).metrics() for _ in range(2)]  # twice: nothing may be added to what is summed
+    torch.distributed.destroy_process_group()
+    (Path(directory) / f"rank-{rank}.json").write_text(json.dumps(totals))
+
+
+@pytest.mark.slow
+def test_r24_training_figures_are_those_of_one_process(tmp_path):
+    torch.multiprocessing.spawn(one_rank, (str(tmp_path),), nprocs=2)
+    expected = (sums_of(0) + sums_of(1)).metrics()
+    for rank in (0, 1):
+        for totals in json.loads((tmp_path / f"rank-{rank}.json").read_text()):
+            for name, value in expected.items():
+                assert totals[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_r24_no_rate_without_a_step():
