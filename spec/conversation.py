@@ -14,6 +14,7 @@ from target_model.resolve import resolve_target
 from target_model.tokenizer import Tokenizer, load_tokenizer
 from train.config import DataConfig
 from train.data import load_rows, read_document, valid_steps
+from train.initialise import coverage
 
 TRAINED = "bold green"
 
@@ -49,6 +50,19 @@ def show(settings: Settings, console: Console) -> None:
         console.print(load_rows(settings.data, tokenizer, 0).summary(), highlight=False, soft_wrap=True)
     except UserError as error:
         console.print(str(error), highlight=False, soft_wrap=True)
+
+
+def show_coverage(data: DataConfig, target: str, console: Console) -> None:
+    """Prints how much of the supervised text draft vocabularies of several sizes hold."""
+    resolved = resolve_target(target)
+    rows = load_rows(data, load_tokenizer(resolved.path), 0)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("draft_vocab_size", "of supervised tokens"):
+        table.add_column(name, justify="right")
+    for size, share in coverage(rows, resolved.config.vocab_size):
+        table.add_row(f"{size:,}", f"{100 * share:.2f} %")
+    console.print(table)
+    console.print(rows.summary(), highlight=False, soft_wrap=True)
 
 
 def coloured(tokenizer: Tokenizer, ids: np.ndarray, spans: np.ndarray) -> Text:

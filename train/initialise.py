@@ -45,6 +45,12 @@ def choose_vocabulary(rows: TrainingRows, size: int, vocab_size: int) -> tuple[T
     return torch.from_numpy(kept.astype(np.int64)), float(counts[kept].sum() / counts.sum())
 
 
+def coverage(rows: TrainingRows, vocab_size: int) -> list[tuple[int, float]]:
+    """(size of a draft vocabulary, share of the supervised tokens in it): powers of two up to the whole vocabulary."""
+    sizes = [1 << bits for bits in range(8, vocab_size.bit_length()) if 1 << bits < vocab_size] + [vocab_size]
+    return [(size, choose_vocabulary(rows, size, vocab_size)[1]) for size in sizes]
+
+
 @torch.no_grad()
 def new_draft(settings: DraftSettings, target: TargetModel, rows: TrainingRows, seed: int) -> Eagle3Draft:
     """A fresh fp32 draft on the target's device; the same seed gives the same weights on every device."""

@@ -1,27 +1,32 @@
 """`spec data ...`: training data shown as it is trained on, and rewritten with the target's own answers."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from spec.commands.options import Device, Draft, Seed, Target, draft_name
 
+if TYPE_CHECKING:
+    from train.config import DataConfig
+
 data = typer.Typer(no_args_is_help=True, help="Show and make training data.")
+
+
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        help="JSONL (also .xz, .gz) or parquet file, a directory of them, hub:OWNER/NAME:SPLIT, or bundled:demo.",
+        show_default=False,
+    ),
+]
+Recipe = Annotated[str | None, typer.Option(help="Instead: the data of a recipe, as it would be trained on.")]
 
 
 @data.command()
 def show(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="JSONL (also .xz, .gz) or parquet file, a directory of them, hub:OWNER/NAME:SPLIT, or bundled:demo.",
-            show_default=False,
-        ),
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Instead: the data of a recipe, as it would be trained on.")
-    ] = None,
+    source: Source = None,
+    config: Recipe = None,
     row: Annotated[int, typer.Option(min=1, help="Row of the data, from 1.")] = 1,
     rows_table: Annotated[
         bool, typer.Option("--rows-table", help="Also list the (feature, input, label) rows.")
@@ -38,15 +43,31 @@ def show(
     from rich.console import Console
 
     from spec.conversation import Settings, show
+
+    settings = _data_settings(source, config, thinking_mode=thinking, sequence_length=sequence_length)
+    show(Settings(settings, target, row, rows_table), Console())
+
+
+@data.command()
+def coverage(source: Source = None, config: Recipe = None, target: Target = "m3-tiny") -> None:
+    """How much of the trained text a draft vocabulary holds, by its size: for draft.draft_vocab_size."""
+    from rich.console import Console
+
+    from spec.conversation import show_coverage
+
+    show_coverage(_data_settings(source, config), target, Console())
+
+
+def _data_settings(source: str | None, config: str | None, **changes: str | int | None) -> "DataConfig":
+    """The data of a recipe or of one source, with the changes that are not None."""
     from target_model.errors import UserError
     from train.config import DataConfig, load_config, parse_section
 
     if (source is None) == (config is None):
         raise UserError("name a file or directory, or a recipe with --config: one of the two")
-    changes = {"thinking_mode": thinking, "sequence_length": sequence_length}
     values = {"path": source} if config is None else load_config(config).data.model_dump()
     values |= {key: value for key, value in changes.items() if value is not None}
-    show(Settings(parse_section(DataConfig, values, "data"), target, row, rows_table), Console())
+    return parse_section(DataConfig, values, "data")
 
 
 @data.command()

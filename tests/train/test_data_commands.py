@@ -73,6 +73,9 @@ def test_commands(monkeypatch, capsys, tmp_path, rows):
     assert code == 2 and err.endswith("rows.jsonl has no row 3\n")
     code, out, _ = call(monkeypatch, capsys, "data", "show", "--config", "demo", "--thinking", "disabled")
     assert code == 0 and "rows of 256" in out
+    code, out, _ = call(monkeypatch, capsys, "data", "coverage", rows)
+    shares = {line.split()[0]: float(line.split()[1]) for line in out.splitlines() if "%" in line}
+    assert code == 0 and list(shares) == ["256", "512", "1,024", "2,048", "4,096"] and shares["4,096"] == 100
     for wrong in ([], [rows, "--config", "demo"], [rows, "--thinking", "maybe"]):
         code, _, err = call(monkeypatch, capsys, "data", "show", *wrong)
         assert code == 2 and ("one of the two" in err or "thinking_mode: " in err)

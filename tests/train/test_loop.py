@@ -81,7 +81,7 @@ def test_it_learns_and_exports(settings):
     assert [run.name for run in list_runs(result.directory.parent)] == ["run"]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_resume_is_exact(settings, stage):
     """20 steps = 10 + 10 = 7 + 13, in mid-epoch, bit for bit: weights, losses, learning rates."""
     straight = train(settings("straight", engine__zero_stage=stage), progress=False)

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,15 @@ def run(
     processes: int,
     name: str = "",
     stop: int = 4,
+    steps: int = 4,
+    checkpoint_every: int = 100,
+    packing: bool = False,
     features: dict | None = None,
     judge: dict | None = None,
+    wait: bool = True,
     **engine,
-) -> Path:
+):
+    """The run's folder, or without `wait` the process that has been started."""
     data = tmp_path / "rows.jsonl"
     texts = ["def add(a, b):\n    return a + b\n", "for i in range(10):\n    print(i)\n", "x = [1]\ny = sum(x)\n"]
     data.write_text("".join(json.dumps({"text": text * (2 + i)}) + "\n" for i, text in enumerate(texts * 2)))
@@ -36,26 +43,31 @@ def run(
     config = {
         "name": name,
         "output": str(tmp_path / "runs"),
-        "data": {"path": str(data), "sequence_length": 40},
+        "data": {"path": str(data), "sequence_length": 40, "packing": packing},
         "ttt": {"steps": 3},
-        "schedule": {"steps": 4},
+        "schedule": {"steps": steps},
         "engine": {"device": "cpu", "dtype": "float32", "threads": 1, "micro_batch": 4 // processes} | engine,
-        "checkpoint": {"every": 100, "export_dtype": "float32"},
+        "checkpoint": {"every": checkpoint_every, "export_dtype": "float32"},
         "features": features or {},
         "eval": judge or {},
         "log": {"every": 1},
     }
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    command = [*launcher, str(script), json.dumps(config), str(stop)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), json.dumps(config), str(stop)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    if not wait:
+        # Without the launcher: what it had started would outlive its own death. A group of its own is killed whole.
+        silent = subprocess.DEVNULL
+        return subprocess.Popen(
+            [sys.executable, *command[len(launcher) :]],
+            env=environment,
+            stdout=silent,
+            stderr=silent,
+            start_new_session=True,
+        )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return tmp_path / "runs" / name
 
@@ -81,6 +93,24 @@ def test_two_processes_equal_one(tmp_path, stage):
         # Each rank's file holds half of the optimizer state: fp32 masters (and moments) of 1.57 M trained parameters.
         files = sorted((shared / "state" / "step-00000004").glob("*optim_states.pt"))
         assert len(files) == 2 and all(path.stat().st_size < 0.75 * 12 * 1.6e6 for path in files)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+    """kill -9 behind the first checkpoint, in mid-epoch and with packing; then the same command again."""
+    settings = {"zero_stage": 1, "checkpoint_every": 2, "packing": True}
+    straight = run(tmp_path, 1, "straight", stop=8, steps=8, **settings)
+    process = run(tmp_path, 1, "killed", stop=8, steps=8, wait=False, **settings)
+    state = tmp_path / "runs" / "killed" / "state"
+    deadline = time.monotonic() + 120
+    while not list(state.glob("step-0000000[24]")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert logged(state.parent, "step")[-1] < 8
+    assert logged(run(tmp_path, 1, "killed", stop=8, steps=8, **settings), "loss") == logged(straight, "loss")
+    ours, theirs = (load_draft(directory / "draft").state_dict() for directory in (state.parent, straight))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 @pytest.mark.slow
