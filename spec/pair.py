@@ -68,11 +68,21 @@ class Pair:
         )
 
 
-def load_pair(target: str, draft: str, device: str = "auto") -> Pair:
-    """Loads by the names that the command line takes: fp32 on the CPU, bf16 on CUDA."""
+def load_pair(
+    target: str,
+    draft: str,
+    device: str = "auto",
+    *,
+    dummy: DummyWeights | None = None,
+    tensor_parallel: int = 1,
+) -> Pair:
+    """Loads by the names of the command line: fp32 on the CPU, bf16 on CUDA. `dummy`: random weights instead."""
     place = choose_device(device)
-    engine, tokenizer, about = load_engine(target, draft, device=place, pages=MAX_SCRATCH)
-    return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(about.lines[:2]))
+    engine, tokenizer, about = load_engine(
+        target, draft, device=place, pages=MAX_SCRATCH, dummy=dummy, tensor_parallel=tensor_parallel
+    )
+    lines = about.lines[: 2 if tensor_parallel == 1 else 3]
+    return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(lines))
 
 
 def pairs_of(target: str, drafts: Sequence[str], device: str = "auto") -> dict[str, Pair]:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device, Draft, Seed, Target, draft_name
+from spec.commands.options import Device, Draft, Dummy, Layers, Processes, Seed, Target, draft_name
 
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
@@ -136,6 +136,28 @@ def quantization(
     from spec.bench.quantization import run
 
     run(target, draft_name(draft), rows, prompts, tokens, json)
+
+
+@bench.command()
+def costs(
+    target: Target = "m3-tiny",
+    draft: Annotated[str, typer.Option(help="eagle3 (resolved by target), a directory, or a hub id.")] = "eagle3",
+    dummy_weights: Dummy = None,
+    layers: Layers = None,
+    tensor_parallel: Processes = 1,
+    batch: Annotated[int, typer.Option(min=1, max=16, help="The largest batch; smaller ones are measured too.")] = 16,
+    device: Device = "auto",
+    output: Annotated[
+        Path | None, typer.Option(help="Write the costs to this file, as spec bench acceptance --costs reads them.")
+    ] = None,
+) -> None:
+    """What drafting and verifying cost here, for trees of all sizes; with random weights for a target that is not at
+    hand."""
+    from spec.bench import step_costs
+    from spec.pair import dummy_weights_option
+
+    dummy = dummy_weights_option(dummy_weights, layers)
+    step_costs.run(step_costs.Settings(target, draft, dummy, tensor_parallel, batch, device), output)
 
 
 @bench.command()

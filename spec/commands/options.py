@@ -9,6 +9,21 @@ Draft = Annotated[
     str, typer.Option(help="Draft: eagle3 (resolved by target), a directory, a hub id, or none for plain decoding.")
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or cuda:N; auto: cuda where there is one.")]
+Dummy = Annotated[
+    str | None,
+    typer.Option(
+        "--dummy-weights",
+        help="Random weights instead of a checkpoint, in this format: bf16, mxfp8, mxfp4 or nvfp4.",
+        metavar="FORMAT",
+    ),
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: only the first layers. Default: all.")]
+Processes = Annotated[
+    int,
+    typer.Option(
+        "--tp", min=1, help="Split the target over this many processes, one GPU each: heads, inner widths and experts."
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampled answers.")]
 
 

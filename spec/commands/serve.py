@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device, Draft, Target, draft_name
+from spec.commands.options import Device, Draft, Dummy, Layers, Processes, Target, draft_name
 
 TYPES = ("float32", "bfloat16", "float16")
 TREE = typer.Option(
@@ -28,10 +28,6 @@ DRAFT_DTYPE = typer.Option(
 DRAFT_ATTENTION = typer.Option(
     help="full; sparse, to the blocks the target's last sparse layer chose; or sparse:LAYER, another's."
 )
-DUMMY = typer.Option(
-    help="Random weights instead of a checkpoint, in this format: bf16, mxfp8, mxfp4 or nvfp4.", metavar="FORMAT"
-)
-LAYERS = typer.Option(min=1, help="With --dummy-weights: only the first layers. Default: all.")
 CONTEXT = typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
 PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
 PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step.")
@@ -39,9 +35,6 @@ RUNNING = typer.Option(min=1, help="Requests that decode together.")
 OPEN = typer.Option(min=1, help="Requests taken, queued ones included.")
 PICTURES = typer.Option(
     exists=True, file_okay=False, help="Directory whose pictures file: URLs may name. Default: no local files."
-)
-PROCESSES = typer.Option(
-    "--tp", min=1, help="Split the target over this many processes, one GPU each: heads, inner widths and experts."
 )
 LANGUAGE_ONLY = typer.Option("--language-only", help="Leave the vision tower on disk: no pictures.")
 API_KEY = typer.Option(help="Key that clients must send; repeatable.", envvar="SPEC_API_KEY", show_default=False)
@@ -61,14 +54,14 @@ def serve(
     port: Annotated[int, PORT] = 8000,
     model_name: Annotated[str | None, MODEL_NAME] = None,
     device: Device = "auto",
-    tensor_parallel: Annotated[int, PROCESSES] = 1,
+    tensor_parallel: Processes = 1,
     dtype: Annotated[str | None, DTYPE] = None,
     kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
     index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
     draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None,
     draft_attention: Annotated[str, DRAFT_ATTENTION] = "full",
-    dummy_weights: Annotated[str | None, DUMMY] = None,
-    layers: Annotated[int | None, LAYERS] = None,
+    dummy_weights: Dummy = None,
+    layers: Layers = None,
     context: Annotated[int | None, CONTEXT] = None,
     pages: Annotated[int | None, PAGES] = None,
     prefill_tokens: Annotated[int, PREFILL] = 512,
