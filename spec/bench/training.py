@@ -316,11 +316,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def _print(results: list[Measurement], config: DraftConfig, settings: Settings, device: torch.device) -> None:
-    table = Table(
-        title=f"Training step of the draft: hidden {config.hidden_size}, vocabulary {config.vocab_size}, "
+    console, table = Console(width=120), Table(box=None)
+    console.print(
+        f"training step of the draft: hidden {config.hidden_size}, vocabulary {config.vocab_size}, "
         f"TTT {settings.ttt_steps}; {_device_name(device)}",
-        title_justify="left",
-        box=None,
+        highlight=False,
     )
     for name in ("", "tokens in a row", "step ms", "tokens/s", "MFU", "peak GiB"):
         table.add_column(name, justify="left" if not name else "right")
@@ -336,4 +336,4 @@ def _print(results: list[Measurement], config: DraftConfig, settings: Settings, 
             "-" if each.mfu is None else f"{100 * each.mfu:.1f} %",
             "-" if each.peak_memory is None else f"{each.peak_memory / 2**30:.1f}",
         )
-    Console(width=120).print(table)
+    console.print(table)
