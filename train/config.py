@@ -1,16 +1,14 @@
 """The typed training configuration: YAML under `configs/`, dotted overrides, every mistake named by its key."""
 
-import difflib
 import os
-import re
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 import configs
 from target_model.errors import UserError
+from train.config_text import apply_override, parse_yaml, sentence
 
 
 class _Section(BaseModel):
@@ -247,22 +245,6 @@ class TrainConfig(_Section):
         return Path(self.output) / self.name
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML in which 3e-4 is a number (YAML 1.1 wants a dot) and a repeated key is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise UserError(f"configuration key {key} is given twice (line {node.start_mark.line + 1} on)")
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
 def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
     """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`."""
     path = Path(source)
@@ -271,11 +253,11 @@ def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...
         if not path.is_file():
             known = sorted(p.stem for p in path.parent.glob("*.yaml"))
             raise UserError(f"no training configuration {source}: neither a file nor one of {', '.join(known)}")
-    values = _parse(path.read_text(), str(path))
+    values = parse_yaml(path.read_text(), str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values")
     for override in overrides:
-        _apply(values, override)
+        apply_override(values, override)
     return parse_config(values, str(path))
 
 
@@ -289,45 +271,4 @@ def parse_section(section: type[Section], values: dict[str, Any], where: str) ->
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise UserError(f"{where}: {_sentence(error.errors()[0], section)}") from None
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UserError(f"override {override!r} is not of the form section.key=value")
-    for part in parts[:-1]:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            raise UserError(f"override {key}: {part} is not a section")
-    values[parts[-1]] = _parse(text, f"override {key}")
-
-
-def _section_of(annotation: Any) -> Any:
-    """The section in an annotation: itself, or what a list or an optional one holds."""
-    while get_args(annotation):
-        annotation = get_args(annotation)[0]
-    return annotation
-
-
-def _sentence(error: dict[str, Any], section: Any) -> str:
-    # Unions add the branch's type to the location; field names are what the user wrote.
-    parts = [str(part) for part in error["loc"] if str(part) not in ("str", "list[str]")]
-    key = ".".join(parts)
-    if error["type"] == "extra_forbidden":
-        for part in (part for part in parts[:-1] if not part.isdigit()):
-            section = _section_of(section.model_fields[part].annotation)
-        close = difflib.get_close_matches(parts[-1], section.model_fields, n=1)
-        return f"unknown key {key}" + (f" (did you mean {close[0]}?)" if close else "")
-    if error["type"] == "missing":
-        return f"key {key} is missing"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{key}: {message[0].lower()}{message[1:]}, not {error['input']!r}" if parts else message
+        raise UserError(f"{where}: {sentence(error.errors()[0], section)}") from None

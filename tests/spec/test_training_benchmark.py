@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from draft_model.model import Eagle3Draft
 from spec.bench import training
+from spec.bench.plain_step import masked_rows, plain_loss
 from target_model.errors import UserError
 from train.loss import LossSettings, Teacher, ttt_loss
 from train.ttt import unroll, valid_rows
@@ -18,7 +20,7 @@ def test_plain_has_the_gradients_of_training():
     features = training.random_features(config, length, steps, CPU, torch.float32)
     head, weights = training._teacher_head(config, CPU, torch.float32), training._weights(features, steps)
     draft = training.random_draft(config, CPU)
-    training.plain_loss(draft, features, head, weights, training.masked_rows).backward()
+    plain_loss(draft, features, head, weights, masked_rows).backward()
     plain = {name: parameter.grad.clone() for name, parameter in draft.named_parameters() if parameter.requires_grad}
     draft.zero_grad()
     rows = valid_rows(features.valid_steps, steps)
@@ -59,5 +61,5 @@ def test_the_real_size_needs_a_gpu():
     with pytest.raises(UserError, match="needs a CUDA device"):
         training.run(training.Settings(), "cpu", None)
     with torch.device("meta"):
-        draft = training.Eagle3Draft(training.draft_config(small=False))
+        draft = Eagle3Draft(training.draft_config(small=False))
     assert sum(parameter.numel() for parameter in draft.parameters()) == 3_263_735_808
