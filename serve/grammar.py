@@ -25,7 +25,7 @@ logger = logging.getLogger("serve.grammar")
 
 # JSON on one line, as OpenAI's structured outputs are: where white space is free, weak models write nothing else.
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-Phase = Literal["opening", "reasoning", "waiting", "grammar"]
+Phase = Literal["opening", "reasoning", "waiting", "grammar", "broken"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Grammar:
 
     matcher: at its start. opening: where the answer begins. waits: the grammar only begins with the token that opens a
     tool call, everything before it is free; else it holds from the end of the reasoning on. outside[phase]: the tokens
-    allowed before it begins, one bit each. words: of 32 bits, that the bits of all tokens take.
+    allowed where it does not hold, one bit each. words: of 32 bits, that the bits of all tokens take.
     """
 
     matcher: LLMatcher
@@ -86,10 +86,9 @@ class GrammarCompiler:
             except RecursionError:
                 raise UserError("the schema is nested too deeply") from None
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules.lark(" | ".join(parts))), log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # also finds that nothing can ever follow it
-        if matcher.is_error():
-            raise UserError(_reason(matcher.get_error()))
+        error = matcher.get_error() or _trial(matcher.deep_copy())
+        if error:
+            raise UserError(_reason(error))
         after_prompt: Phase = "waiting" if waits else "grammar"
         return Grammar(
             matcher,
@@ -99,17 +98,20 @@ class GrammarCompiler:
             special.get(THINK_CLOSE),
             special.get(NAMESPACE),
             self._tokenizer.eos_ids,
-            {} if waits else self._outside,
+            self._outside if not waits else {"broken": self._outside["broken"]},
             -(-self._vocab_size // 32),
         )
 
     def _outside_words(self) -> dict[Phase, Tensor]:
-        """Reasoning is any text and has to end; an answer that may choose begins with one of the two marks."""
+        """Reasoning is any text and has to end, an answer that may choose begins with one of the two marks, and one that
+        is broken ends.
+        """
         special = self._tokenizer.special
         marks = {special[text] for text in (THINK_OPEN, THINK_CLOSE) if text in special}
         text = set(range(self._tokenizer.vocab_size)) - self._tokenizer.special_ids
         ends = {special[THINK_CLOSE]} if THINK_CLOSE in special else set()
-        return {"opening": _words(marks, self._vocab_size), "reasoning": _words(text | ends, self._vocab_size)}
+        allowed = {"opening": marks, "reasoning": text | ends, "broken": set(self._tokenizer.eos_ids)}
+        return {phase: _words(tokens, self._vocab_size) for phase, tokens in allowed.items()}
 
 
 class Constraint:
@@ -148,12 +150,15 @@ class Constraint:
     def finished(self, decided: Sequence[int]) -> bool:
         """Whether the answer is whole, and not at a place from which the grammar leads nowhere."""
         self._follow(decided)
-        return self._matcher.is_accepting() if self._phase == "grammar" else self._grammar.waits
+        if self._phase == "grammar":
+            return self._matcher.is_accepting()
+        return self._grammar.waits and self._phase != "broken"
 
     def _follow(self, decided: Sequence[int]) -> None:
         for token in decided[self._decided :]:
             if not self._push(token):
-                logger.error("token %d breaks the grammar of an answer", token)
+                logger.error("the grammar of an answer became too complex: the answer ends here")
+                self._phase = "broken"
         self._decided = len(decided)
         self._taken.clear()
 
@@ -161,10 +166,11 @@ class Constraint:
         """Takes one more token; False, and nothing taken, when it is forbidden or ends the answer."""
         grammar, before = self._grammar, self._phase
         consumed = False
-        if token in grammar.eos_ids:
+        if token in grammar.eos_ids or before == "broken":
             return False
         if before == "grammar" or (before in ("waiting", "opening") and grammar.waits and token == grammar.namespace):
             if self._matcher.try_consume_tokens([token]) != 1:
+                self._restore()
                 return False
             self._phase, consumed = "grammar", True
             self._consumed.append(token)
@@ -189,12 +195,17 @@ class Constraint:
     def _write(self, words_W: Tensor) -> None:
         if self._phase == "grammar":
             self._matcher.unsafe_compute_mask_ptr(words_W.data_ptr(), words_W.numel() * words_W.element_size())
-            if self._matcher.is_error():
-                # Nothing can follow here, so the end was allowed. A matcher stays in that state, the guess may not.
-                self._matcher = self._grammar.matcher.deep_copy()
-                self._matcher.try_consume_tokens(self._consumed)
+            self._restore()
         elif self._phase in self._grammar.outside:
             words_W.copy_(self._grammar.outside[self._phase])
+
+    def _restore(self) -> None:
+        """A matcher that fails stays so, but what it failed at may be a mere guess. Where nothing can follow, the end
+        is all that its last mask allowed.
+        """
+        if self._matcher.is_error():
+            self._matcher = self._grammar.matcher.deep_copy()
+            self._matcher.try_consume_tokens(self._consumed)
 
 
 class _Vocabulary:
@@ -217,7 +228,16 @@ def _words(allowed: set[int], vocab_size: int) -> Tensor:
     return (bits.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
 
+def _trial(matcher: LLMatcher) -> str:
+    """The error, if there is one, of finding what can begin an answer and taking it."""
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    if not matcher.is_error():
+        matcher.try_consume_tokens([allowed.bit_length() - 1])
+    return matcher.get_error()
+
+
 def _reason(message: str) -> str:
     """The library's error without its place in a text that the client has not written."""
     first = re.sub(r"^at [0-9]+\([0-9]+\): ", "", message.splitlines()[0])
-    return "no value can follow the schema" if first.startswith("NoExtension") else first
+    known = {"NoExtension": "no value can follow the schema", "ParserTooComplex": "the schema is too complex"}
+    return next((text for start, text in known.items() if first.startswith(start)), first)

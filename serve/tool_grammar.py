@@ -264,7 +264,7 @@ class _Values:
         if len(plain) < len(values) or (mixed and self._strict):
             raise UserError("enum of values whose types cannot be told apart")
         shown = texts + ["null"] * (None in plain) if texts else [json.dumps(value) for value in plain]
-        return self._rules.add(" | ".join(map(literal, shown)))
+        return self._rules.add(" | ".join(map(literal, shown)), terminal=True)
 
     def _anything(self) -> str:
         """Any text, or nested tags."""

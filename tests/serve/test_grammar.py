@@ -149,6 +149,16 @@ def test_a_schema_that_leads_nowhere(bundled):
         assert TOKENIZER.decode(answer.token_ids).rstrip() == '{"a":' and answer.finish_reason == "length"
 
 
+def test_what_is_too_complex():
+    """Refused where that shows at once; an answer for which it shows later ends as one that was cut."""
+    wide = {"type": "object", "properties": {f"p{place}": {"type": "string"} for place in range(1500)}}
+    with pytest.raises(UserError, match="items"):
+        COMPILER.compile(wide, [], "disabled")
+    constraint = Constraint(GRAMMARS["person"])
+    for answer in ([NAMESPACE_ID], [NAMESPACE_ID, 50]):
+        assert allowed(constraint, answer) == [EOS] and not constraint.finished(answer)
+
+
 def test_reasoning_is_free_and_has_to_end():
     constraint = Constraint(GRAMMARS["thoughtful"])
     thought = TOKENIZER.encode("Any } text {")
