@@ -103,7 +103,7 @@ class GrammarCompiler:
         )
 
     def _outside_words(self) -> dict[Phase, Tensor]:
-        """Reasoning is any text and has to end, an answer that may choose begins with one of the two marks, and one that
+        """Reasoning is any text and has to end, an answer that may choose begins with one of the marks, and one that
         is broken ends.
         """
         special = self._tokenizer.special
