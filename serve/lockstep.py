@@ -42,10 +42,11 @@ class BatchLayout:
 
 @dataclass(frozen=True)
 class MakeCache:
+    """`types`: kv_dtype and index_dtype."""
+
     number: int
     pages: int
-    kv_dtype: torch.dtype | None
-    index_dtype: torch.dtype | None
+    types: dict[str, torch.dtype | None]
 
 
 @dataclass(frozen=True)
@@ -126,29 +127,14 @@ class LeaderTarget(ShardedTarget):
         self._caches = 0
         self._dropped: list[int] = []
 
-    def make_cache(
-        self,
-        pages: int,
-        *,
-        draft: DraftKVShape | None = None,
-        kv_dtype: torch.dtype | None = None,
-        index_dtype: torch.dtype | None = None,
-    ) -> LeaderCache:
+    def make_cache(self, pages: int, *, draft: DraftKVShape | None = None, **types: torch.dtype | None) -> LeaderCache:
+        """As TargetModel's, in every process."""
         while self._dropped:
             self.followers.tell(DropCache(self._dropped.pop()))
         number, self._caches = self._caches, self._caches + 1
-        self.followers.tell(MakeCache(number, pages, kv_dtype, index_dtype))
-        cache = LeaderCache(
-            number,
-            self.followers,
-            self.config,
-            pages,
-            dtype=self.dtype,
-            device=self.device,
-            draft=draft,
-            kv_dtype=kv_dtype,
-            index_dtype=index_dtype,
-        )
+        self.followers.tell(MakeCache(number, pages, types))
+        options = {"dtype": self.dtype, "device": self.device, "draft": draft, **types}
+        cache = LeaderCache(number, self.followers, self.config, pages, **options)
         weakref.finalize(cache, self._dropped.append, number)
         return cache
 
@@ -193,8 +179,8 @@ def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
                     target.logits(broadcast(shape, target.dtype))
                 case Commit(cache, shape):
                     caches[cache].commit(batches[cache], broadcast(shape, torch.int64))
-                case MakeCache(number, pages, kv_dtype, index_dtype):
-                    caches[number] = target.make_cache(pages, kv_dtype=kv_dtype, index_dtype=index_dtype)
+                case MakeCache(number, pages, types):
+                    caches[number] = target.make_cache(pages, **types)
                 case DropCache(number):
                     caches.pop(number)
                     batches.pop(number, None)
