@@ -40,7 +40,8 @@ def plan(config: TrainConfig, target: M3Config, world: int = 1) -> str:
     lines = [
         yaml.safe_dump(config.model_dump(), sort_keys=False).rstrip(),
         "",
-        f"target            {config.target}: {_gib(weight_bytes(target, element))} of weights over all its devices",
+        f"target            {config.target}: {_gib(weight_bytes(target, element))} of weights"
+        + (f", spread over teams of {config.features.stages} processes" if config.features.stages > 1 else ""),
         f"draft             {total:,} parameters, {trained:,} trained; taps entering layers {list(sizes.taps)}",
         f"global batch      {config.engine.micro_batch} x {config.engine.accumulate} x {world} processes = "
         f"{config.engine.micro_batch * config.engine.accumulate * world} rows of {config.data.sequence_length} tokens",
@@ -62,17 +63,21 @@ def _memory(
     optimizer = (12 if element == 2 else 8) * trained // (world if stage >= 1 else 1)
     gradients = element * trained // (world if stage >= 2 else 1)
     # A step keeps about: input 2H, q, k, v and output, residual, MLP 3I, normed state 2H; the own column repeats q's
-    # width.
+    # width. Of these, what attention needs and the layer's inputs stay where the rest is worked out again.
     hidden, heads = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     per_row = 6 * hidden + 4 * heads + 3 * sizes.intermediate_size
+    if config.engine.activation_checkpointing:
+        per_row = 3 * hidden + 4 * heads
+    # All micro batches of an optimizer step are captured first; the last stage holds those of its whole team.
+    held = rows * config.engine.accumulate * config.features.stages
     return [
         ("weights", element * total // (world if stage == 3 else 1)),
         ("gradients", gradients),
         ("head gradient", 4 * sizes.draft_vocab_size * hidden if config.draft.train_head else 0),
-        ("optimizer", optimizer),
+        ("optimizer, host" if config.engine.offload_optimizer else "optimizer", optimizer),
         ("activations", config.ttt.steps * rows * per_row * element),
         ("logits", 4 * 4 * config.loss.chunk_elements),
-        ("features", rows * feature_bytes_per_token(sizes, element)),
+        ("features", held * feature_bytes_per_token(sizes, element)),
     ]
 
 

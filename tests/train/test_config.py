@@ -75,4 +75,13 @@ def test_the_plan_of_the_real_target():
     config = load_config("minimax-m3")
     text = plan(config, target_config("MiniMax-M3"), world=8)
     assert "3,263,735,808 parameters" in text and "layers [2, 30, 57]" in text
-    assert "32 rows of 4096 tokens" in text
+    assert "32 rows of 4096 tokens" in text and "spread over teams of 8 processes" in text
+
+    def needs(*overrides: str) -> dict[str, float]:
+        lines = plan(load_config("minimax-m3", overrides), target_config("MiniMax-M3"), world=8).splitlines()
+        return {line[:18].strip(): float(line.split()[-2]) for line in lines if line.startswith("  ") and "GiB" in line}
+
+    usual, small = needs(), needs("engine.activation_checkpointing=true", "engine.offload_optimizer=true")
+    assert small["activations"] < 0.5 * usual["activations"] and "optimizer, host" in small.keys() - usual.keys()
+    # 4 micro batches of 4,096 tokens for each of 8 ranks, 48 KiB a token.
+    assert usual["features"] == 6.0
