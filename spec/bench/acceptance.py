@@ -11,9 +11,8 @@ from rich.console import Console
 
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
-from spec.bench import costs as step_costs
 from spec.bench.closer_look import look_closer, print_closer_look
-from spec.bench.costs import StepCosts
+from spec.bench.costs import StepCosts, measure, read_costs
 from spec.bench.recording import Recording
 from spec.bench.report import write_report
 from spec.bench.results import result_json
@@ -142,7 +141,7 @@ def run(settings: Settings, outputs: Outputs) -> bool:
         raise UserError("two suites have one name: give their files different names")
     SamplingParams(top_p=settings.top_p, top_k=settings.top_k)  # refuses what is out of range
     check_writable(outputs)
-    costs = None if outputs.costs is None else step_costs.read_costs(outputs.costs)
+    costs = None if outputs.costs is None else read_costs(outputs.costs)
     pairs = pairs_of(settings.target, settings.drafts, settings.device)
     for pair in pairs.values():
         console.print(pair.description)
@@ -195,7 +194,7 @@ def _look_closer(
     pair = next(iter(pairs.values()))
     longest = longest_context(pair, [prompt for prompts in suites.values() for prompt in prompts], settings.tokens)
     with console.status("recording, and measuring what a step costs"):
-        costs = costs or step_costs.measure(pair, max(settings.concurrency), longest // 2)
+        costs = costs or measure(pair, max(settings.concurrency), longest // 2)
         tokens, seed, conditions = settings.tokens, settings.seed, settings.conditions()
         found = look_closer(pairs, suites, conditions, rows, costs, tokens=tokens, seed=seed, longest=longest)
     print_closer_look(console, found[0])

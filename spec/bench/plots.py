@@ -136,14 +136,17 @@ def _style(place: int, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_k(axes: Axes, chains: list[dict[str, Any]]) -> None:
-    for place, line in enumerate(_lines(chains).values()):
+    lines = _lines(chains)
+    for place, line in enumerate(lines.values()):
+        # Side by side, or the bars of one k hide each other.
+        aside = 0.06 * (place - (len(lines) - 1) / 2)
         lengths = [row["AL"] for row in line]
         bars = None
         if all(row["AL_interval"] for row in line):
             bars = [[length - row["AL_interval"][0] for length, row in zip(lengths, line, strict=True)],
                     [row["AL_interval"][1] - length for length, row in zip(lengths, line, strict=True)]]  # fmt: skip
         axes.errorbar(
-            [row["tree"]["depth"] for row in line], lengths, yerr=bars, elinewidth=0.6, **_style(place, line[0])
+            [row["tree"]["depth"] + aside for row in line], lengths, yerr=bars, elinewidth=0.6, **_style(place, line[0])
         )
     axes.set(xlabel="k", ylabel="AL", ylim=(1, None), xticks=sorted({row["tree"]["depth"] for row in chains}))
     _legend(axes)

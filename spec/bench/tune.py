@@ -15,9 +15,8 @@ from rich.table import Table
 
 from serve.budget import OFF
 from serve.tree import TreeConfig
-from spec.bench import costs as step_costs
 from spec.bench.acceptance import longest_context
-from spec.bench.costs import StepCosts
+from spec.bench.costs import StepCosts, measure
 from spec.bench.recording import Recording, record
 from spec.bench.replay import acceptance, best_static_tree
 from spec.bench.sweep import Condition, Contender, Row, short_name, sweep_with_progress
@@ -85,7 +84,7 @@ def run(settings: Settings, output: Path) -> TreeConfig:
             for each in settings.temperatures
         ]
     with console.status("measuring what a step costs"):
-        costs = step_costs.measure(pair, max(settings.batches), longest // 2)
+        costs = measure(pair, max(settings.batches), longest // 2)
     ranked = rank(recordings, costs, settings.batches)
     chosen = finalists(ranked, settings.finalists)
     console.print(
