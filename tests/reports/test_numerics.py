@@ -19,11 +19,11 @@ from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
 from tests.draft_model.drafts import random_draft
 from tests.train.batches import random_features
-from train.config import DataConfig
+from train.config import DataConfig, parse_config
 from train.data import load_rows
 from train.engine import DraftStep
 from train.features import Features
-from train.loss import LossSettings, Teacher, count_rows, step_weights
+from train.loss import Teacher, count_rows, step_weights
 
 STEPS = 3
 
@@ -63,7 +63,8 @@ def loss_and_gradients(draft, batches: list[Features], attention="explicit") -> 
     draft.zero_grad()
     counts = sum(count_rows(batch.valid_steps, STEPS) for batch in batches)
     weights = step_weights(counts, 0.8)
-    step = DraftStep(draft, STEPS, attention, LossSettings(), compiled=False)
+    values = {"name": "x", "data": {"path": "x"}, "schedule": {"steps": 1}}
+    step = DraftStep(draft, parse_config(values | {"ttt": {"steps": STEPS, "attention": attention}}))
     teacher = Teacher(torch.randn(300, 64, generator=torch.Generator().manual_seed(3)), None)
     total = 0.0
     for batch in batches:
