@@ -95,7 +95,14 @@ class Counts:
 class Answer:
     """Reads one stream to its end. Iterate over `deltas` once; the other attributes are final after that."""
 
-    def __init__(self, stream: Stream, tokenizer: Tokenizer, stop: tuple[str, ...] = (), show_special: bool = False):
+    def __init__(
+        self,
+        stream: Stream,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        show_special: bool = False,
+        arrived: float | None = None,
+    ):
         self.stream = stream
         params = stream.request.params
         self._detokenizer = Detokenizer(tokenizer, stop, params.min_tokens, show_special)
@@ -104,7 +111,7 @@ class Answer:
         self.counts = Counts()
         self.finish_reason: str | None = None
         self.ended_by_token = False  # by the end of text or a stop token: the model itself was done
-        self.started = time.perf_counter()
+        self.arrived = stream.submitted if arrived is None else arrived  # when the client asked
         self.arrivals: list[tuple[float, int]] = []  # time and tokens of each update
         self.queue_seconds: float | None = None  # None until it has run
         self.prompt_logprobs: list[TokenLogprob] = []

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ class Stream:
 
     def __init__(self, request: Request, cancel: Callable[["Stream"], None]):
         self.request = request
+        self.submitted = time.perf_counter()
         self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Update | Exception] = asyncio.Queue()

@@ -76,7 +76,7 @@ class Metrics:
         self._observe_times(answer)
         self._prompt_length.labels(self._model).observe(prompt)
         self._answer_length.labels(self._model).observe(counts.completion)
-        seconds = time.perf_counter() - answer.started
+        seconds = time.perf_counter() - answer.arrived
         self.recent.append(
             {
                 "id": answer.stream.request.id,
@@ -89,14 +89,14 @@ class Metrics:
         )
 
     def _observe_times(self, answer: Answer) -> None:
-        self._whole.labels(self._model).observe(time.perf_counter() - answer.started)
+        self._whole.labels(self._model).observe(time.perf_counter() - answer.arrived)
         if answer.queue_seconds is not None:
             self._queued.labels(self._model).observe(answer.queue_seconds)
         if answer.arrivals and answer.queue_seconds is not None:
             first, last = answer.arrivals[0][0], answer.arrivals[-1][0]
-            self._prefill.labels(self._model).observe(max(first - answer.started - answer.queue_seconds, 0.0))
+            self._prefill.labels(self._model).observe(first - answer.stream.submitted - answer.queue_seconds)
             self._decode.labels(self._model).observe(last - first)
-        before = answer.started
+        before = answer.arrived
         for index, (arrived, tokens) in enumerate(answer.arrivals):
             if index == 0:
                 self._first_token.labels(self._model).observe(arrived - before)

@@ -40,8 +40,8 @@ class Gate:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         log: dict[str, Any] = {}
-        scope.setdefault("state", {}).update(request_id=request_id, log=log)
         started, status = time.perf_counter(), 0
+        scope.setdefault("state", {}).update(request_id=request_id, log=log, arrived=started)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status

@@ -119,7 +119,8 @@ class Service:
         watcher: asyncio.Task | None = None
         try:
             await asyncio.wait(submissions)
-            answers = [Answer(task.result(), self.tokenizer, stop, show_special) for task in submissions]
+            arrived = http.scope["state"]["arrived"]
+            answers = [Answer(task.result(), self.tokenizer, stop, show_special, arrived) for task in submissions]
             for answer in answers:
                 self.metrics.begin(answer)
             watcher = asyncio.create_task(_cancel_on_disconnect(http, answers))

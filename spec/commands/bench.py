@@ -240,7 +240,7 @@ def soak(
     model: Annotated[str | None, typer.Option(help="Model to ask. Default: the first that the server lists.")] = None,
     suite: Annotated[str, typer.Option(help="mt_bench, humaneval, gsm_symbolic, or a JSONL file.")] = "mt_bench",
     streams: Annotated[int, typer.Option(min=1, max=4096, help="Streams at a time.")] = 200,
-    seconds: Annotated[float, typer.Option(min=1, help="How long new ones are begun.")] = 180.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long new ones are begun.")] = 180.0,
     abort: Annotated[float, typer.Option(min=0, max=1, help="Share of the streams that hang up early.")] = 0.5,
     different: Annotated[int, typer.Option(min=1, help="Different requests; each is also asked alone.")] = 16,
     tokens: Annotated[int, typer.Option(min=1, help="New tokens for each request, at most.")] = 48,

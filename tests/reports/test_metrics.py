@@ -160,12 +160,12 @@ def test_r24_numbers_follow_from_the_trace(way, end):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_r24_totals_and_rates_follow_from_the_trace(way):
-    """A hundred requests, all of them in `recent`; some are preempted."""
+    """Fifty requests, all of them in `recent`; some are preempted."""
     following = Following.chain([*WORDS[:4], END, *WORDS[4:]], starts=(START,))
     made = Pair(known_target(following), following.script).service(way, pages=24, max_running=8)
     trace = traced(made)
-    requests = [body for body in bodies(prompt="a b c d e f g h x") if "n" not in body]
-    requests += [{**body, "ignore_eos": True, "max_tokens": 40} for body in requests[:24]]
+    requests = [body for body in bodies(prompt="a b c d e f g h x") if "n" not in body][:36]
+    requests += [{**body, "ignore_eos": True, "max_tokens": 40} for body in requests[:14]]
     answers, stats, text = run(made, requests)
     assert stats["engine"]["preemptions"] > 0
     names = {entry["id"]: entry["completion_tokens"] for entry in stats["recent"]}
@@ -219,6 +219,17 @@ def test_r24_tokens_count_as_they_come():
         while (last := http.get("/stats").json())["running"]:
             time.sleep(0.01)
     assert last["completion_tokens"] == last["recent"][0]["completion_tokens"] >= stats["completion_tokens"]
+
+
+def test_r24_times_begin_when_the_client_asks(monkeypatch):
+    """Not when its prompt has been encoded, or the engine has taken it in."""
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(TOKENIZER, "encode", lambda *rest, **options: time.sleep(0.1) or encode(*rest, **options))
+    made = service(saying(WORDS))
+    ask(made, COMPLETIONS, prompt="x", max_tokens=5)
+    seen = samples(made.metrics.prometheus().decode())
+    assert seen["spec_time_to_first_token_seconds_sum", ""] >= 0.1
+    assert seen["spec_e2e_request_latency_seconds_sum", ""] >= seen["spec_time_to_first_token_seconds_sum", ""]
 
 
 def sums_of(rank: int) -> StepSums:

@@ -27,7 +27,7 @@ def soak(monkeypatch, capsys, url, *arguments):
     return stop.value.code or 0, json.loads(lines[-1]) if lines else None, "\n".join(lines[:-1]), captured.err
 
 
-SHORT = ("--seconds", "1", "--streams", "20", "--different", "3")
+SHORT = ("--seconds", "0.5", "--streams", "20", "--different", "2")
 
 
 def test_a_good_server(monkeypatch, capsys):
@@ -35,10 +35,10 @@ def test_a_good_server(monkeypatch, capsys):
     with serving(made) as url:
         code, line, _, _ = soak(monkeypatch, capsys, url, *SHORT)
     assert code == 0, line
-    assert line["finished"] > 20 and line["aborted"] > 10
+    assert line["finished"] > 10 and line["aborted"] > 5
     assert (line["failed"], line["stuck"], line["different"], line["answers_changed_afterwards"]) == (0, 0, 0, 0)
     assert line["free_pages_before"] == line["free_pages_after"] and line["seconds_until_idle"] is not None
-    assert len(made.engine.engine.aborted) > 5  # they did hang up
+    assert len(made.engine.engine.aborted) > 3  # they did hang up
 
 
 def test_what_is_wrong_is_found(monkeypatch, capsys):
@@ -64,7 +64,7 @@ def test_what_is_wrong_is_found(monkeypatch, capsys):
         )
     assert code == 1 and line["stuck"] > 0 and "were stuck" in said
 
-    crashing = FakeEngine(lambda request: WORDS, seconds=0.002, fail_after=150)
+    crashing = FakeEngine(lambda request: WORDS, seconds=0.002, fail_after=60)
     with serving(service(crashing)) as url:
         code, _, _, error = soak(monkeypatch, capsys, url, *SHORT)
     assert code == 2 and "has crashed" in error
