@@ -55,7 +55,6 @@ REQUESTS = [*WITH_JSON, *WITH_CALLS, *OTHERS]
 WAYS = [
     Way(TreeConfig.chain(4), 1.0, crowded=True, stream=True),
     Way(TreeConfig(4, 3, 14), 0.67, crowded=True, stream=False),
-    Way(TreeConfig(3, 2, 6), 0.3, crowded=True, stream=True),
 ]
 
 
