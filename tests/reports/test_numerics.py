@@ -112,7 +112,10 @@ def test_r22_padding_and_batch_size_change_nothing(attention):
 
     def row(index: int) -> Features:
         values = {entry.name: getattr(pair, entry.name) for entry in fields(Features)}
-        values = {name: value if name == "packed" else value[index : index + 1] for name, value in values.items()}
+        values = {
+            name: value[index : index + 1] if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
         return replace(Features(**values), packed=index == 0)
 
     for batches in ([pair], [row(0), row(1)], [moved(pair, 0, 5)], [moved(pair, 3, 0)], [moved(row(0), 2, 2), row(1)]):
