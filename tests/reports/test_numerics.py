@@ -94,7 +94,7 @@ def moved(features: Features, left: int, right: int) -> Features:
     values = {}
     for entry in fields(Features):
         tensor = getattr(features, entry.name)
-        if entry.name != "packed":
+        if isinstance(tensor, torch.Tensor):
             sides = [torch.zeros_like(tensor[:, :1]).expand(-1, n, *tensor.shape[2:]) for n in (left, right)]
             if entry.name in ("aux", "final_state", "token_ids"):
                 sides = [side + 7 for side in sides]
