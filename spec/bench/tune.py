@@ -185,8 +185,9 @@ def _table(
     conditions = list(dict.fromkeys(row.condition for row in rows))
     table = Table(title="decoding, tokens a second and speed-up over plain", title_justify="left", box=None)
     table.add_column("shape", no_wrap=True)
-    for heading in ("expected", "measured", *map(str, conditions)):
-        table.add_column(heading, justify="right")
+    asked = (f"T = {condition.temperature:g}\nbatch {condition.concurrency}" for condition in conditions)
+    for heading in ("expected", "measured", *asked):
+        table.add_column(heading, justify="right", no_wrap=True)
     for shape in sorted(shapes, key=lambda shape: -measured[shape]):
         own = {row.condition: row for row in rows if row.shape == shape}
         speeds = (f"{_speed(own[condition]):.0f}" for condition in conditions)
