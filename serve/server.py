@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,8 +20,9 @@ from serve.api_errors import ApiError
 from serve.async_engine import AsyncEngine, EngineStopped, Overloaded
 from serve.chat import create_chat
 from serve.completions import create_completion
+from serve.description import Description, usable_context
 from serve.engine import Engine
-from serve.load import Description, load_engine, usable_context
+from serve.load import EngineOptions, load_engine
 from serve.lockstep import LeaderTarget
 from serve.logs import log_to_stderr
 from serve.metrics import Metrics
@@ -31,39 +31,19 @@ from serve.openapi import describe
 from serve.page import add_page
 from serve.service import Service, Settings
 from serve.tokens import add_tokens
-from serve.tree import TreeConfig
-from target_model.dummy import DummyWeights
 from target_model.errors import UserError
 from target_model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Everything `spec serve` can be told. None: the default of the engine, or of the machine."""
+    """Everything `spec serve` can be told."""
 
-    target: str = "m3-tiny"
-    draft: str | None = "eagle3"
-    tree: TreeConfig | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
     host: str = "127.0.0.1"
     port: int = 8000
     model_name: str | None = None
-    device: str | None = None
-    dtype: torch.dtype | None = None
-    pages: int | None = None
-    context: int | None = None
-    prefill_tokens: int = 512
-    max_running: int = 32
-    adaptive: bool = False
-    sampling: str = "coupled"
-    synthetic_acceptance: float | None = None
-    kv_dtype: torch.dtype | None = None
-    index_dtype: torch.dtype | None = None
-    draft_dtype: torch.dtype | None = None
-    draft_attention: str = "full"
-    dummy: DummyWeights | None = None
     max_open: int = 1024
-    language_only: bool = False
-    tensor_parallel: int = 1
     settings: Settings = field(default_factory=Settings)
 
 
@@ -71,27 +51,7 @@ def run(options: ServeOptions) -> None:
     """Binds the port, loads, and serves until SIGTERM or Ctrl-C; open requests may end. UserError as everywhere."""
     listener = bind(options.host, options.port)
     try:
-        engine, tokenizer, description = load_engine(
-            options.target,
-            options.draft,
-            options.tree,
-            device=options.device,
-            dtype=options.dtype,
-            pages=options.pages,
-            context=options.context,
-            prefill_tokens=options.prefill_tokens,
-            max_running=options.max_running,
-            adaptive=options.adaptive,
-            sampling=options.sampling,
-            synthetic_acceptance=options.synthetic_acceptance,
-            kv_dtype=options.kv_dtype,
-            index_dtype=options.index_dtype,
-            draft_dtype=options.draft_dtype,
-            draft_attention=options.draft_attention,
-            dummy=options.dummy,
-            language_only=options.language_only,
-            tensor_parallel=options.tensor_parallel,
-        )
+        engine, tokenizer, description = load_engine(options.engine)
         log_to_stderr()
         service = make_service(
             engine,

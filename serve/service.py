@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from serve.answer import Answer, Delta
 from serve.api_errors import ApiError
 from serve.async_engine import AsyncEngine, Stream
+from serve.description import SamplingDefaults
 from serve.grammar import Grammar, GrammarCompiler
-from serve.load import SamplingDefaults
 from serve.metrics import Metrics
 from serve.pictures import PictureLimits
 from serve.request import ImageSpan, Request, SamplingParams

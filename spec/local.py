@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from serve.description import Description
 from serve.engine import Engine
-from serve.load import Description
 from serve.server import DrainingServer, bind, make_service
 from serve.service import Settings
 from target_model.tokenizer import Tokenizer

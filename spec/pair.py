@@ -9,7 +9,7 @@ from draft_model.checkpoint import load_draft
 from draft_model.model import Eagle3Draft
 from draft_model.resolve import resolve_draft
 from serve.engine import Engine
-from serve.load import check_pair, load_engine
+from serve.load import EngineOptions, check_pair, load_engine
 from serve.tree import TreeConfig
 from target_model.batch import MAX_SCRATCH
 from target_model.chat import THINK_CLOSE
@@ -79,7 +79,7 @@ def load_pair(
     """Loads by the names of the command line: fp32 on the CPU, bf16 on CUDA. `dummy`: random weights instead."""
     place = choose_device(device)
     engine, tokenizer, about = load_engine(
-        target, draft, device=place, pages=MAX_SCRATCH, dummy=dummy, tensor_parallel=tensor_parallel
+        EngineOptions(target, draft, device=place, pages=MAX_SCRATCH, dummy=dummy, tensor_parallel=tensor_parallel)
     )
     lines = about.lines[: 2 if tensor_parallel == 1 else 3]
     return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(lines))

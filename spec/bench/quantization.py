@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from serve.engine import Engine
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from spec.bench.tables import number
 from spec.pair import Pair
@@ -76,7 +76,7 @@ class _Row:
 def run(target: str, draft: str | None, rows: int, prompts: int, tokens: int, json_path: Path | None) -> list[Result]:
     """Measures every case and prints the table. fp32 arithmetic on the CPU: only storage differs between the cases."""
     console = Console(highlight=False)
-    engine, tokenizer, about = load_engine(target, draft, device="cpu", pages=MAX_SCRATCH)
+    engine, tokenizer, about = load_engine(EngineOptions(target, draft, device="cpu", pages=MAX_SCRATCH))
     plain = engine.runner.target
     pair = None if draft is None else Pair(plain, engine.runner.drafter.draft, tokenizer, "")
     texts = _texts(tokenizer, rows, tokens)

@@ -49,14 +49,16 @@ def chat(
         return
     if model is not None:
         raise UserError("--model chooses among a server's models and needs --url; --target names one to load")
-    from serve.load import load_engine
+    from serve.load import EngineOptions, load_engine
     from serve.tree import TreeConfig
     from spec.local import local_server
     from spec.pair import choose_device
 
     shape = None if tree is None else TreeConfig.parse(tree)
     loaded = load_engine(
-        target, draft_name(draft), shape, device=choose_device(device), max_running=1, language_only=False
+        EngineOptions(
+            target, draft_name(draft), shape, device=choose_device(device), max_running=1, language_only=False
+        )
     )
     with local_server(*loaded) as server:
         speaker = Remote(server.url, server.api_key, None, sampling, offered)

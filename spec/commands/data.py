@@ -90,7 +90,7 @@ def regenerate(
     device: Device = "auto",
 ) -> None:
     """Rewrite the answers of conversations with the target's own text, which is what a draft has to predict."""
-    from serve.load import load_engine
+    from serve.load import EngineOptions, load_engine
     from spec.pair import choose_device
     from spec.regenerate import Settings, run
 
@@ -108,7 +108,9 @@ def regenerate(
         parts=parts,
     )
     place = choose_device(device)
-    engine, tokenizer, about = load_engine(target, draft_name(draft), device=place, max_running=concurrency)
+    engine, tokenizer, about = load_engine(
+        EngineOptions(target, draft_name(draft), device=place, max_running=concurrency)
+    )
     print("\n".join(about.lines))
     counts = run(engine, tokenizer, settings)
     print(", ".join(f"{count} {what}" for what, count in counts.items()))

@@ -77,6 +77,7 @@ def serve(
     """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
     import torch
 
+    from serve.load import EngineOptions
     from serve.pictures import PictureLimits
     from serve.server import ServeOptions, run
     from serve.service import Settings
@@ -91,16 +92,13 @@ def serve(
     for name in (dtype, draft_dtype):
         if name is not None and name not in TYPES:
             raise UserError(f"unknown dtype {name!r}: expected one of {', '.join(TYPES)}")
-    options = ServeOptions(
+    engine = EngineOptions(
         target=target,
         draft=draft_name(draft),
         tree=shape if tree_file is None else read_tree(tree_file),
         adaptive=tree == "adaptive",
         sampling=sampling,
         synthetic_acceptance=synthetic_acceptance_length,
-        host=host,
-        port=port,
-        model_name=model_name,
         device=choose_device(device),
         dtype=None if dtype is None else getattr(torch, dtype),
         draft_dtype=None if draft_dtype is None else getattr(torch, draft_dtype),
@@ -112,9 +110,15 @@ def serve(
         context=context,
         prefill_tokens=prefill_tokens,
         max_running=max_running,
-        max_open=max_open,
         language_only=language_only,
         tensor_parallel=tensor_parallel,
+    )
+    options = ServeOptions(
+        engine,
+        host=host,
+        port=port,
+        model_name=model_name,
+        max_open=max_open,
         settings=Settings(
             api_keys=tuple(api_key or ()),
             max_body=int(max_body_mb * 2**20),

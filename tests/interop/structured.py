@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.server import make_service
 from tests.serve.http_client import serving
 
@@ -43,7 +43,7 @@ def both_servers() -> Iterator[tuple[str, str]]:
     """URLs of a server that speculates and of one that does not."""
     with contextlib.ExitStack() as stack:
         urls = [
-            stack.enter_context(serving(make_service(*load_engine(draft=draft, device="cpu", pages=64))))
+            stack.enter_context(serving(make_service(*load_engine(EngineOptions(draft=draft, device="cpu", pages=64)))))
             for draft in ("eagle3", None)
         ]
         yield urls[0], urls[1]

@@ -14,7 +14,7 @@ import json
 import pytest
 
 from draft_model.checkpoint import save_draft
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from serve.service import Settings
 from serve.tree import TreeConfig
@@ -202,14 +202,16 @@ def test_r21_a_draft_with_a_shorter_context(known, beyond, way):
 def test_r21_acceptance_goes_on_behind_the_draft_s_context(tmp_path):
     """The bundled draft under a config of 64 positions drafts behind them what it drafts otherwise, and the start says
     what will happen."""
-    engine, words, description = load_engine(context=CONTEXT, device="cpu")
+    engine, words, description = load_engine(EngineOptions(context=CONTEXT, device="cpu"))
     assert not any("positions" in line for line in description.lines)
     draft = engine.runner.drafter.draft
     draft.config = dataclasses.replace(draft.config, max_position=64)
     save_draft(draft, tmp_path / "short")
-    short, _, told = load_engine(draft=str(tmp_path / "short"), context=CONTEXT, device="cpu", tree=TreeConfig.chain(3))
+    short, _, told = load_engine(
+        EngineOptions(draft=str(tmp_path / "short"), context=CONTEXT, device="cpu", tree=TreeConfig.chain(3))
+    )
     assert any("64 positions" in line and "256" in line for line in told.lines)
-    long, _, _ = load_engine(context=CONTEXT, device="cpu", tree=TreeConfig.chain(3))
+    long, _, _ = load_engine(EngineOptions(context=CONTEXT, device="cpu", tree=TreeConfig.chain(3)))
     text = words.encode("def add(a, b):\n    return a + b\n\n" * 9)[:140]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     answers = [engine.generate([text, text[:62]], params) for engine in (short, long)]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draft_model.checkpoint import load_draft
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from target_model.checkpoint import load_target
 from target_model.errors import UserError
 from train.config import parse_config
@@ -86,7 +86,7 @@ def test_r8_the_server_does_not_start_on_a_damaged_draft(trained, tmp_path, name
     save_file(tensors, draft / "model.safetensors")
     (draft / "config.json").write_bytes((trained[1].draft / "config.json").read_bytes())
     with pytest.raises(UserError, match=named):
-        load_engine("m3-tiny", str(draft), device="cpu", pages=8)
+        load_engine(EngineOptions("m3-tiny", str(draft), device="cpu", pages=8))
 
 
 def test_r8_a_truncated_draft(trained, tmp_path):
@@ -94,4 +94,4 @@ def test_r8_a_truncated_draft(trained, tmp_path):
     whole = (trained[1].draft / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:-100])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-        load_engine("m3-tiny", str(tmp_path), device="cpu", pages=8)
+        load_engine(EngineOptions("m3-tiny", str(tmp_path), device="cpu", pages=8))

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from serve.description import Description, SamplingDefaults
 from serve.engine import Engine
-from serve.load import Description, SamplingDefaults, load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import Sequence
 from serve.server import make_service
 from serve.service import Service
@@ -117,7 +118,7 @@ class RecordingEngine(Engine):
 
 def bundled_pair(requests: list[Request], **settings: Any) -> tuple[Pair, list[dict[str, Any]]]:
     """The bundled target with a draft that follows its plain answers to `requests`, and these answers."""
-    engine, _, description = load_engine(draft=None, device="cpu", pages=32)
+    engine, _, description = load_engine(EngineOptions(draft=None, device="cpu", pages=32))
     plain = RecordingEngine(engine.runner.target, **settings)
 
     def script(sequence: Sequence) -> list[int]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from serve.async_engine import AsyncEngine
-from serve.load import SamplingDefaults
+from serve.description import SamplingDefaults
 from serve.metrics import Metrics
 from serve.request import Request, StepRecord, TokenLogprob, Update
 from serve.service import Service, Settings

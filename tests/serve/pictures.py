@@ -7,7 +7,8 @@ import io
 import numpy as np
 from PIL import Image
 
-from serve.load import Description, load_engine
+from serve.description import Description
+from serve.load import EngineOptions, load_engine
 from target_model.model import TargetModel
 from target_model.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ IMAGE, VIDEO = 4, 5  # placeholders of m3-tiny
 @functools.cache
 def seeing() -> tuple[TargetModel, Tokenizer, Description]:
     """m3-tiny with its tower."""
-    engine, tokenizer, description = load_engine(draft=None, device="cpu", pages=64, language_only=False)
+    engine, tokenizer, description = load_engine(EngineOptions(draft=None, device="cpu", pages=64, language_only=False))
     return engine.runner.target, tokenizer, description
 
 

@@ -5,7 +5,7 @@ token.
 import pytest
 import torch
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
 from target_model.resolve import resolve_target
@@ -23,7 +23,7 @@ def expected():
     """Prompt ids and transformers' greedy continuation of each."""
     from transformers import MiniMaxM3SparseForConditionalGeneration
 
-    _, tokenizer, _ = load_engine(draft=None, pages=16, device="cpu")
+    _, tokenizer, _ = load_engine(EngineOptions(draft=None, pages=16, device="cpu"))
     path = resolve_target("m3-tiny").path
     model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
     prompts = [tokenizer.render_chat([{"role": "user", "content": question}]) for question in QUESTIONS]
@@ -40,7 +40,7 @@ def expected():
 @pytest.mark.parametrize("tree", [TreeConfig.chain(3), TreeConfig(5, 4, 24)], ids=str)
 def test_greedy_text_is_transformers_text(expected, tree):
     prompts, answers = expected
-    engine, _, _ = load_engine(tree=tree, device="cpu", pages=256)
+    engine, _, _ = load_engine(EngineOptions(tree=tree, device="cpu", pages=256))
     completions = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS))
     for completion, answer in zip(completions, answers, strict=True):
         # transformers keeps the end-of-text token, the engine reports it apart.

@@ -8,7 +8,7 @@ import json
 import jsonschema
 import pytest
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.server import make_service
 from serve.tool_calls import NAMESPACE
 from serve.tree import TreeConfig
@@ -91,7 +91,7 @@ def test_answers_keep_to_their_schemas(bundled):
 
 def test_the_bundled_draft_is_accepted_under_a_grammar():
     """Greedy and sampled, more than one token a step, as `usage` says."""
-    engine, made, description = load_engine(device="cpu", pages=256)
+    engine, made, description = load_engine(EngineOptions(device="cpu", pages=256))
     responses = ask_all(make_service(engine, made, description), WITH_JSON + WITH_CALLS, crowded=True)
     answers = [response.json() for response in responses]
     check(answers)
@@ -104,7 +104,7 @@ def test_the_bundled_draft_is_accepted_under_a_grammar():
 
 
 def test_not_where_acceptance_is_synthetic():
-    engine, made, description = load_engine(device="cpu", pages=64, synthetic_acceptance=2.0)
+    engine, made, description = load_engine(EngineOptions(device="cpu", pages=64, synthetic_acceptance=2.0))
     path, body = WITH_JSON[0]
     response = ask(make_service(engine, made, description), path, **body)
     assert response.status_code == 400 and response.json()["error"]["param"] == "response_format"

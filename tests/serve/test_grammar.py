@@ -9,7 +9,7 @@ import torch
 
 from serve.engine import Engine
 from serve.grammar import Constraint, GrammarCompiler
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import Completion, Request, SamplingParams
 from serve.tool_calls import NAMESPACE
 from serve.tree import TreeConfig
@@ -258,7 +258,7 @@ def test_what_is_not_strict_is_loosened_instead():
 
 @pytest.fixture(scope="module")
 def bundled():
-    engine, _, _ = load_engine(device="cpu", pages=32)
+    engine, _, _ = load_engine(EngineOptions(device="cpu", pages=32))
     return engine.runner.target, engine.runner.drafter.draft
 
 

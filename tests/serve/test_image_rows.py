@@ -9,7 +9,7 @@ import torch
 
 from serve.engine import Engine
 from serve.image_rows import ImageRows
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import Completion, ImageSpan, Request, SamplingParams, Sequence
 from serve.tree import TreeConfig
 from target_model.batch import Batch
@@ -165,7 +165,7 @@ def test_requests_whose_images_have_no_place(target: TargetModel, processor: Vis
     with pytest.raises(UserError, match="the prompt"):
         engine.add(Request("a", ids, greedy(1), images=(span, span)))
     assert not engine.has_work()
-    blind, _, description = load_engine(draft=None, device="cpu", pages=64)
+    blind, _, description = load_engine(EngineOptions(draft=None, device="cpu", pages=64))
     assert description.pictures is None
     with pytest.raises(UserError, match="without its vision tower"):
         blind.add(Request("a", ids, greedy(1), images=(span,)))
@@ -179,5 +179,5 @@ def test_a_tokenizer_without_the_placeholder(tmp_path: Path):
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**config, "image_token_index": 7}))
     with pytest.raises(UserError, match="is 4 in tokenizer.json and 7 in config.json"):
-        load_engine(str(tmp_path), None, device="cpu", pages=64, language_only=False)
-    assert load_engine(str(tmp_path), None, device="cpu", pages=64)[2].pictures is None
+        load_engine(EngineOptions(str(tmp_path), None, device="cpu", pages=64, language_only=False))
+    assert load_engine(EngineOptions(str(tmp_path), None, device="cpu", pages=64))[2].pictures is None

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from draft_model.checkpoint import save_draft
-from serve.load import SamplingDefaults, load_engine, usable_context
+from serve.description import SamplingDefaults, usable_context
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
 from target_model.errors import UserError
@@ -17,7 +18,7 @@ from tests.serve.drafts import random_draft
 
 @pytest.fixture(scope="module")
 def tiny():
-    return load_engine(draft=None, device="cpu", pages=40)
+    return load_engine(EngineOptions(draft=None, device="cpu", pages=40))
 
 
 def test_the_description_says_what_was_chosen(tiny):
@@ -38,7 +39,9 @@ def test_a_draft_from_a_directory(tiny, tmp_path):
     target = tiny[0].runner.target
     save_draft(random_draft(target), tmp_path / "draft")
     tree = TreeConfig(3, 2, 6)
-    engine, tokenizer, description = load_engine(draft=str(tmp_path / "draft"), tree=tree, device="cpu", pages=40)
+    engine, tokenizer, description = load_engine(
+        EngineOptions(draft=str(tmp_path / "draft"), tree=tree, device="cpu", pages=40)
+    )
     assert description.draft == str(tmp_path / "draft")
     assert any("the directory that was named" in line for line in description.lines)
     assert f"speculation: {tree}" in description.lines
@@ -50,7 +53,7 @@ def test_a_draft_from_a_directory(tiny, tmp_path):
 def test_a_draft_of_another_target_is_refused(tmp_path):
     save_draft(random_draft(random_target()), tmp_path / "draft")
     with pytest.raises(UserError, match="its target_hidden_size is 64, but the target has 192"):
-        load_engine(draft=str(tmp_path / "draft"), device="cpu")
+        load_engine(EngineOptions(draft=str(tmp_path / "draft"), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
 )
 def test_unknown_names(options, message):
     with pytest.raises(UserError, match=message):
-        load_engine(**{"draft": None, **options}, device="cpu")
+        load_engine(EngineOptions(**{"draft": None, **options}, device="cpu"))
 
 
 def test_a_checkpoint_that_does_not_sample(tmp_path):
@@ -70,6 +73,8 @@ def test_a_checkpoint_that_does_not_sample(tmp_path):
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": False, "eos_token_id": 2}))
-    _, tokenizer, description = load_engine(str(tmp_path), draft=None, device="cpu", dtype=torch.float32, pages=8)
+    _, tokenizer, description = load_engine(
+        EngineOptions(str(tmp_path), draft=None, device="cpu", dtype=torch.float32, pages=8)
+    )
     assert description.defaults == SamplingDefaults(temperature=0.0)
     assert tokenizer.eos_ids == (2,)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import Request, SamplingParams
 from serve.server import make_service
 from target_model.resolve import resolve_target
@@ -20,7 +20,7 @@ def expected():
     """For each prompt its ids and transformers' log-probabilities of what comes behind each token."""
     from transformers import MiniMaxM3SparseForConditionalGeneration
 
-    _, tokenizer, _ = load_engine(draft=None, pages=16, device="cpu")
+    _, tokenizer, _ = load_engine(EngineOptions(draft=None, pages=16, device="cpu"))
     path = resolve_target("m3-tiny").path
     model = MiniMaxM3SparseForConditionalGeneration.from_pretrained(path, dtype=torch.float32).eval()
     found = []
@@ -32,7 +32,7 @@ def expected():
 
 
 def service(**options):
-    engine, tokenizer, description = load_engine(device="cpu", **{"pages": 32, **options})
+    engine, tokenizer, description = load_engine(EngineOptions(device="cpu", **{"pages": 32, **options}))
     return make_service(engine, tokenizer, description)
 
 
@@ -62,7 +62,7 @@ def test_they_are_transformers(expected, options):
 
 def test_what_is_cached_does_not_go_missing():
     """The prompt's pages are in the cache already: its logits are computed all the same."""
-    engine, tokenizer, _ = load_engine(device="cpu", pages=32)
+    engine, tokenizer, _ = load_engine(EngineOptions(device="cpu", pages=32))
     prompt = tokenizer.encode("one two three four five " * 10)
     first = SamplingParams(temperature=0, max_tokens=3, logprobs=0, prompt_logprobs=True)
     (alone,) = engine.generate([prompt], first)
@@ -74,7 +74,7 @@ def test_what_is_cached_does_not_go_missing():
 
 
 def test_a_preempted_request_reports_its_prompt_once():
-    engine, tokenizer, _ = load_engine(device="cpu", pages=32)
+    engine, tokenizer, _ = load_engine(EngineOptions(device="cpu", pages=32))
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=True)
     prompt = tokenizer.encode("one two three four five " * 3)
     (undisturbed,) = engine.generate([prompt], params)

@@ -4,14 +4,14 @@ import asyncio
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import Request, SamplingParams
 from serve.server import make_service
 from tests.serve.http_client import client
 
 
 def test_the_wait_ends_when_a_request_first_runs():
-    engine, _, _ = load_engine("m3-tiny", None, context=512, max_running=1)
+    engine, _, _ = load_engine(EngineOptions("m3-tiny", None, context=512, max_running=1))
     for name in ("first", "second"):
         engine.add(Request(name, [5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True)))
     waits: dict[str, set[float]] = {"first": set(), "second": set()}
@@ -23,7 +23,7 @@ def test_the_wait_ends_when_a_request_first_runs():
 
 
 def test_the_histogram_counts_requests_that_ran():
-    engine, tokenizer, description = load_engine("m3-tiny", None, context=512, max_running=1)
+    engine, tokenizer, description = load_engine(EngineOptions("m3-tiny", None, context=512, max_running=1))
 
     async def run() -> str:
         async with client(make_service(engine, tokenizer, description)) as http:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.server import make_service
 from tests.serve.http_client import client
 
@@ -13,7 +13,7 @@ PROMPT = "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonac
 
 def test_usage_and_statistics():
     async def run():
-        async with client(make_service(*load_engine(device="cpu", pages=128))) as http:
+        async with client(make_service(*load_engine(EngineOptions(device="cpu", pages=128)))) as http:
             body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "n": 2}
             answers = [(await http.post("/v1/completions", json=body)).json() for _ in range(2)]
             return answers, (await http.get("/stats")).json()

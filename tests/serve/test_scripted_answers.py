@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from serve.load import SamplingDefaults
+from serve.description import SamplingDefaults
 from serve.tree import TreeConfig
 from target_model.model import TargetModel, TargetOutput
 from tests.fixtures import random_target

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve.load import Description, SamplingDefaults
+from serve.description import Description, SamplingDefaults
 from serve.request import SamplingParams
 from serve.server import bind, greeting
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer

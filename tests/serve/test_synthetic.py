@@ -3,7 +3,7 @@
 import pytest
 
 from serve.engine import Engine
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import Tree, TreeConfig
@@ -52,7 +52,7 @@ def test_lengths_that_cannot_be(length):
 
 
 def test_the_server_says_so():
-    *_, description = load_engine("m3-tiny", "eagle3", pages=64, device="cpu", synthetic_acceptance=2.0)
+    *_, description = load_engine(EngineOptions("m3-tiny", "eagle3", pages=64, device="cpu", synthetic_acceptance=2.0))
     assert any("SYNTHETIC" in line and "meaningless" in line for line in description.lines)
-    *_, description = load_engine("m3-tiny", "eagle3", pages=64, device="cpu")
+    *_, description = load_engine(EngineOptions("m3-tiny", "eagle3", pages=64, device="cpu"))
     assert not any("SYNTHETIC" in line for line in description.lines)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from serve import workers
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.lockstep import pack, unpack
 from serve.request import SamplingParams
 from serve.server import make_service
@@ -138,7 +138,7 @@ def answers(url: str) -> list[dict[str, Any]]:
 def test_answers_are_those_of_one_process_and_a_lost_worker_ends_the_server(tmp_path: Path):
     """With so few pages that requests push each other out and are computed again."""
     pages = 18
-    engine, tokenizer, about = load_engine("m3-tiny", device="cpu", pages=pages, language_only=False)
+    engine, tokenizer, about = load_engine(EngineOptions("m3-tiny", device="cpu", pages=pages, language_only=False))
     with serving(make_service(engine, tokenizer, about)) as url:
         alone = answers(f"{url}/v1")
     assert engine.stats()["preemptions"] > 0
@@ -195,7 +195,9 @@ def test_a_draft_that_attends_to_the_blocks_of_all_heads():
     """The draft goes by choices that are made in both processes: what it guesses right is what it does beside one."""
     counted = []
     for processes in (1, 2):
-        engine, tokenizer, _ = load_engine("m3-tiny", device="cpu", draft_attention="sparse", tensor_parallel=processes)
+        engine, tokenizer, _ = load_engine(
+            EngineOptions("m3-tiny", device="cpu", draft_attention="sparse", tensor_parallel=processes)
+        )
         prompts = [tokenizer.encode(text) for text in ("def fib(n):\n    return n\n" * 30, "Once upon a time " * 30)]
         answers = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60))
         counted.append(([answer.token_ids for answer in answers], engine.stats()["accepted_per_depth"]))
@@ -209,7 +211,7 @@ def test_random_weights_over_two_processes():
     from target_model.dummy import DummyWeights
 
     engine, _, _ = load_engine(
-        "m3-tiny", None, device="cpu", dummy=DummyWeights("bf16", 5), tensor_parallel=2, pages=20
+        EngineOptions("m3-tiny", None, device="cpu", dummy=DummyWeights("bf16", 5), tensor_parallel=2, pages=20)
     )
     try:
         answer = engine.generate([[5, 6, 7, 8]], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))[0]

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 
 import spec.speaker
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from spec import cli
 from spec.attachments import read_picture, read_tools
@@ -168,12 +168,12 @@ def test_ctrl_c_stops_the_answer_and_nothing_else():
 
 
 def test_the_local_engine_says_what_plain_decoding_says():
-    loaded = load_engine("m3-tiny", "eagle3", context=512, max_running=1)
+    loaded = load_engine(EngineOptions("m3-tiny", "eagle3", context=512, max_running=1))
     with local_server(*loaded) as server:
         speaker = Remote(server.url, server.api_key, None, Sampling(tokens=40, temperature=0.0))
         shown = talk(speaker, "Write a haiku in Python.", "word " * 600)
         assert httpx.get(f"{server.url}/v1/models", trust_env=False).status_code == 401  # only who has the key
-    engine, words, _ = load_engine("m3-tiny", None, context=512, max_running=1)
+    engine, words, _ = load_engine(EngineOptions("m3-tiny", None, context=512, max_running=1))
     prompt = words.render_chat([{"role": "user", "content": "Write a haiku in Python."}], thinking_mode="disabled")
     (plain,) = engine.generate([prompt], SamplingParams(temperature=0.0, max_tokens=40))
     text = words.decode(plain.token_ids)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from serve.load import load_engine
+from serve.load import EngineOptions, load_engine
 from serve.server import make_service
 from serve.tree import TreeConfig
 from spec import cli
@@ -80,7 +80,7 @@ def test_a_full_server_may_say_so(monkeypatch, capsys):
 @pytest.mark.slow
 def test_two_hundred_streams_for_half_a_minute(monkeypatch, capsys):
     """The bundled pair, with pages for about a third of what may run: some requests are preempted."""
-    engine, words, description = load_engine(tree=TreeConfig(3, 2, 6), device="cpu", pages=40)
+    engine, words, description = load_engine(EngineOptions(tree=TreeConfig(3, 2, 6), device="cpu", pages=40))
     made = make_service(engine, words, description)
     options = ("--streams", "200", "--seconds", "30", "--tokens", "24")
     with serving(made) as url:
