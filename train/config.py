@@ -249,10 +249,10 @@ def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...
     """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`."""
     path = Path(source)
     if not path.is_file():
-        path = Path(configs.__file__).parent / f"{source}.yaml"
-        if not path.is_file():
-            known = sorted(p.stem for p in path.parent.glob("*.yaml"))
-            raise UserError(f"no training configuration {source}: neither a file nor one of {', '.join(known)}")
+        bundled = {recipe.stem: recipe for recipe in sorted(Path(configs.__file__).parent.glob("*.yaml"))}
+        if str(source) not in bundled:
+            raise UserError(f"no training configuration {source}: neither a file nor one of {', '.join(bundled)}")
+        path = bundled[str(source)]
     values = parse_yaml(path.read_text(), str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values")
