@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from target_model.errors import UserError
 from target_model.resolve import resolve_target
 from target_model.tokenizer import Tokenizer, load_tokenizer
 from train.config import DataConfig
@@ -30,7 +29,7 @@ class Settings:
 
 
 def show(settings: Settings, console: Console) -> None:
-    """Prints one row, then what a training run would keep and drop of all rows."""
+    """Prints one row, then what a training run would keep and drop of all rows. UserError as in training."""
     tokenizer = load_tokenizer(resolve_target(settings.target).path)
     document, reason = read_document(settings.data, tokenizer, settings.row)
     if document is None:
@@ -46,10 +45,7 @@ def show(settings: Settings, console: Console) -> None:
         )
         if settings.table:
             console.print(rows_table(tokenizer, ids, counted))
-    try:
-        console.print(load_rows(settings.data, tokenizer, 0).summary(), highlight=False, soft_wrap=True)
-    except UserError as error:
-        console.print(str(error), highlight=False, soft_wrap=True)
+    console.print(load_rows(settings.data, tokenizer, 0).summary(), highlight=False, soft_wrap=True)
 
 
 def show_coverage(data: DataConfig, target: str, console: Console) -> None:

@@ -91,6 +91,14 @@ def test_commands(monkeypatch, capsys, tmp_path, rows):
     assert code == 2 and "dtype must be one of fp32, bf16, fp8, not 'int3'" in err
 
 
+def test_a_row_that_is_not_json_is_an_error_even_behind_the_one_that_is_shown(monkeypatch, capsys, rows):
+    with open(rows, "a") as file:
+        file.write("oops\n")
+    code, out, err = call(monkeypatch, capsys, "data", "show", rows, "--row", "2")
+    assert code == 2 and "cdéf" in out and "not JSON" not in out
+    assert err.startswith(f"spec: {rows}:3 is not JSON") and err.count("\n") == 1
+
+
 def test_runs_are_listed_best_first(monkeypatch, capsys, tmp_path):
     for name, al in (("worse", 1.5), ("better", 2.25), ("unjudged", None)):
         (tmp_path / name / "draft").mkdir(parents=True)
