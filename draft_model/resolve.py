@@ -41,12 +41,12 @@ class RunInfo:
     best_al: float | None
 
 
-def list_runs(root: str | Path = "runs") -> list[RunInfo]:
-    """Runs with an exported draft under `root`, the best first; those without a measured AL come last."""
+def list_runs(root: str | Path = "runs", *, exported: bool = True) -> list[RunInfo]:
+    """Runs under `root`, the best first; those without a measured AL come last. `exported`: with a draft only."""
     runs = []
     for record in sorted(Path(root).glob("*/run.json")):
         values = read_json(record)
-        if (record.parent / "draft" / "config.json").is_file():
+        if not exported or (record.parent / "draft" / "config.json").is_file():
             runs.append(_run_info(values, record))
     return sorted(runs, key=lambda run: -1.0 if run.best_al is None else run.best_al, reverse=True)
 

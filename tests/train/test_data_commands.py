@@ -109,5 +109,15 @@ def test_runs_are_listed_best_first(monkeypatch, capsys, tmp_path):
     code, out, _ = call(monkeypatch, capsys, "runs", str(tmp_path))
     positions = [out.index(name) for name in ("better", "2.25", "worse", "1.50", "unjudged", "not finished")]
     assert code == 0 and positions == sorted(positions)
+    log = [{"tau_sim": 1.75, "step": 7, "tokens_per_second": 9.0}, {"step": 7, "judge": {"tau_sim": 9.0}}]
+    (tmp_path / "unjudged" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log) + '{"tau')
+    (tmp_path / "killed").mkdir()
+    record = {"name": "killed", "target": "m3-tiny", "step": 500, "complete": False, "best": None}
+    (tmp_path / "killed" / "run.json").write_text(json.dumps(record))
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, _ = call(monkeypatch, capsys, "runs", str(tmp_path))
+    shown = {line.split()[0]: " ".join(line.split()) for line in out.splitlines() if "m3-tiny" in line}
+    assert shown["killed"] == "killed m3-tiny not judged - 500 not finished none yet"
+    assert shown["unjudged"].startswith("unjudged m3-tiny not judged 1.75 7 not finished ")
     code, _, err = call(monkeypatch, capsys, "runs", str(tmp_path / "none"))
     assert code == 2 and "no training run" in err
