@@ -53,6 +53,10 @@ class _Message:
         self.finish_reason: str | None = None
         self.pending_logprobs: list[TokenLogprob] = []
 
+    @property
+    def complete_calls(self) -> int:
+        return self._parser.tool_calls
+
     def take(self, delta: Delta) -> list[dict[str, Any]]:
         parts = self._parser.take(delta.segments)
         self._answer.counts.reasoning += self._parser.count_reasoning(delta.token_ids)
@@ -62,7 +66,7 @@ class _Message:
         if self._draft_trees is not None and delta.verified is not None:
             self._draft_trees.append(tree_json(delta.verified, self._tokenizer))
         if delta.finish_reason is not None:
-            # A call that the length or a stop string cut is left as it is, even if its JSON is open.
+            # A call that the length or a stop string cut stays open in a stream; a whole answer leaves it out.
             done = self._answer.ended_by_token
             parts += self._parser.finish(done)
             self.finish_reason = "tool_calls" if done and self._parser.tool_calls else delta.finish_reason
@@ -152,7 +156,7 @@ class _Call:
             choices.append(
                 {
                     "index": index,
-                    "message": whole.message(),
+                    "message": whole.message(message.complete_calls),
                     "logprobs": logprobs,
                     "finish_reason": message.finish_reason,
                 }
@@ -163,7 +167,7 @@ class _Call:
 
 
 class _Whole:
-    """A message joined from its stream deltas, so both ways of answering say the same."""
+    """A message joined from its stream deltas, so both ways of answering say the same but of a call that was cut."""
 
     def __init__(self):
         self._texts = {"content": "", "reasoning_content": ""}
@@ -178,14 +182,14 @@ class _Whole:
             else:
                 self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
-    def message(self) -> dict[str, Any]:
-        content = self._texts["content"]
+    def message(self, complete_calls: int) -> dict[str, Any]:
+        content, calls = self._texts["content"], self._calls[:complete_calls]
         return {
             "role": "assistant",
-            "content": content if content or not self._calls else None,
+            "content": content if content or not calls else None,
             "refusal": None,
             **({"reasoning_content": self._texts["reasoning_content"]} if self._texts["reasoning_content"] else {}),
-            **({"tool_calls": self._calls} if self._calls else {}),
+            **({"tool_calls": calls} if calls else {}),
         }
 
 

@@ -28,7 +28,8 @@ class ChatParser:
 
     @property
     def tool_calls(self) -> int:
-        return self._calls.calls if self._calls else 0
+        """Complete ones: a call that the end of the answer cut does not count."""
+        return self._calls.complete_calls if self._calls else 0
 
     def take(self, segments: list[str | int]) -> list[Part]:
         """Parts that these segments complete."""
@@ -50,7 +51,9 @@ class ChatParser:
         return parts
 
     def finish(self, complete: bool) -> list[Part]:
-        """What is left at the end; an answer that is `complete` also ends a tool call it left open."""
+        """What is left at the end, but no half tag; an answer that is `complete` also ends a tool call it left open."""
+        if self._calls and self._piece is not None and self._calls.cuts_tag(self._piece):
+            self._piece = None
         parts = self._end_piece()
         return parts + self._parts(self._calls.finish()) if self._calls and complete else parts
 

@@ -57,6 +57,15 @@ class ToolCallParser:
         self._arguments = 0  # passed on for the open <invoke>
         self.calls = 0
 
+    @property
+    def complete_calls(self) -> int:
+        """Calls whose arguments are whole: all but one that is still open."""
+        return self.calls - (self._function is not None)
+
+    def cuts_tag(self, piece: str) -> bool:
+        """Whether an answer that ends with this piece ends within a tag: no text, then."""
+        return ">" not in piece and piece.startswith("<") if self._inside else "<tool_call>".startswith(piece)
+
     def take(self, piece: str) -> list[CallStart | CallArguments | str]:
         """`piece`: all text between one namespace token and the next special token."""
         match = _TAG.match(piece)

@@ -155,6 +155,24 @@ def test_a_call_cut_by_the_length_keeps_what_is_complete():
     assert json.loads(parse(cut, complete=True)[2][0][1]) == {"city": "A", "days": 1}
 
 
+def test_half_a_tag_at_the_end_is_no_text():
+    whole = f"before{block(call('weather', tag('city', 'A')), call('weather', ''))}"
+    ids = TOKENIZER.encode(whole, allow_special=True)
+    for length in range(len(ids)):
+        detokenizer, parser = Detokenizer(TOKENIZER), ChatParser(TOKENIZER, "disabled", TOOLS)
+        segments = detokenizer.push(ids[:length]).segments + detokenizer.finish().segments
+        parts = parser.take(segments) + parser.finish(complete=False)
+        content = "".join(part[1] for part in parts if isinstance(part, tuple))
+        assert "before".startswith(content), length
+        ended = "".join(map(str, segments)).count("</invoke>")
+        assert parser.tool_calls == ended, length
+
+
+@pytest.mark.parametrize("text", ["a <in", "a <tool_call", f"a {NS}<in"])
+def test_the_same_text_without_tools_is_content(text):
+    assert parse(text, tools=[], complete=False)[1] == text.replace(NS, "")
+
+
 def test_deep_nesting_is_no_crash():
     depth = 3000
     body = "".join(f"{NS}<k>" for _ in range(depth)) + "x" + "".join(f"{NS}</k>" for _ in range(depth))

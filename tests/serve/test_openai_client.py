@@ -177,14 +177,19 @@ def test_streamed_tools(sync):
         ("stop", {"stop": "slo"}, ""),
     ],
 )
-def test_a_tool_call_cut_short_is_left_open(reason, options, rest):
-    """By the length or by a stop string: what is complete of its arguments is delivered, and it is not to be called."""
+def test_a_tool_call_cut_short_is_left_out(reason, options, rest):
+    """By the length or by a stop string: a stream has begun it by then, so there it stays open; neither has markup."""
     with serving(service(FakeEngine(answers, runs=(4,)))) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
-        choice = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, **options).choices[0]
-    assert choice.finish_reason == reason
-    first, second = [call.function.arguments for call in choice.message.tool_calls]
-    assert (json.loads(first), second) == (EXPECTED[0][1], rest)
+        asked = {"model": "fake", "messages": USER, "tools": TOOLS, **options}
+        choice = client.chat.completions.create(**asked).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert (choice.finish_reason, choice.message.content) == (reason, "Let me see.")
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [EXPECTED[0][1]]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see."
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert "".join(call.function.arguments for call in calls if call.index == 1) == rest
+    assert chunks[-1].finish_reason == reason
 
 
 def test_tools_that_must_not_be_called_are_not_offered(sync):
