@@ -9,6 +9,8 @@ n positions, W width and D depth of the recorded tree, M = W + (D - 1) * W * W c
 """
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,10 +102,10 @@ class Recording:
                 raise UserError(f"{path} was recorded by another version of spec: record again")
             texts = tuple(Text(**{**each, "tokens": tuple(each["tokens"])}) for each in header["texts"])
             return Recording(header["depth"], header["width"], texts, **arrays, about=header["about"])
-        except (ValueError, KeyError, TypeError, EOFError) as error:
+        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{path} is no recorded run") from None
+            raise UserError(f"{path} is no recorded run, or only a part of one") from None
 
 
 class Recorder(Drafter):

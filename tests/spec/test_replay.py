@@ -86,7 +86,9 @@ def test_saved_and_loaded(tmp_path):
     tiny().save(tmp_path / "r.npz")
     loaded = Recording.load(tmp_path / "r.npz")
     assert loaded.texts == tiny().texts and (loaded.score == tiny().score).all() and loaded.score.dtype == np.float32
-    for content in (b"no", b""):
+    whole = (tmp_path / "r.npz").read_bytes()
+    middle = len(whole) // 2
+    for content in (b"no", b"", whole[:middle], whole[:middle] + bytes(40) + whole[middle + 40 :]):
         (tmp_path / "bad.npz").write_bytes(content)
         with pytest.raises(UserError, match="no recorded run"):
             Recording.load(tmp_path / "bad.npz")
