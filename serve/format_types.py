@@ -101,6 +101,8 @@ class AnswerForm(Strict):
         wrong = next((name for name in self.callable_names or () if name not in names), None)
         if wrong is not None:
             raise ValueError(f"tool_choice: {wrong!r} is none of the tools")
+        if self.must_call and self.schema is not None:
+            raise ValueError("response_format: does not go with a tool_choice by which the answer has to be a call")
         return self
 
     @property

@@ -63,8 +63,6 @@ def answer_grammar(request: ChatRequest, service: Service) -> Grammar:
         for index, tool in enumerate(request.tools or [])
         if request.tool_choice != "none" and (names is None or tool.function.name in names)
     ]
-    if request.must_call:
-        schema = None
     waits = schema is None and not request.must_call
     try:
         return service.grammars.compile(schema, tools, request.mode, several=not request.single_call, waits=waits)

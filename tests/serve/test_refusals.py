@@ -123,6 +123,12 @@ REFUSED = [
     (chat(tools=[TOOL], tool_choice={"type": "custom", "custom": {"name": "f"}}), 400, "tool_choice.type"),
     (chat(tools=[TOOL], tool_choice="required", ignore_eos=True), 400, "ignore_eos"),
     (chat(response_format={"type": "json_object"}, min_tokens=2), 400, "min_tokens"),
+    (chat(response_format={"type": "json_object"}, tools=[TOOL], tool_choice="required"), 400, "response_format"),
+    (
+        chat(response_format=schema({}), tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}),
+        400,
+        "response_format",
+    ),
     (chat(response_format={"type": "xml"}), 400, "response_format.type"),
     (chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
     (chat(response_format=schema({"type": "text"})), 400, "response_format.json_schema.schema"),
