@@ -17,7 +17,7 @@ from draft_model.checkpoint import check_vocabulary_map, published_names, split_
 from draft_model.config import ARCHITECTURE, DraftConfig, read_json
 from draft_model.engines import ID_OFFSET, LAYER_IDS, Convention
 from draft_model.model import Eagle3Draft
-from draft_model.weight_files import read_weights
+from draft_model.weight_files import read_weights, stored_names
 from target_model.errors import UserError
 
 # Wrappers that trainers leave in front of the names.
@@ -70,6 +70,10 @@ def read_draft(
     norm_before_residual  overrides the config, or fills in where readers disagree about the default
     """
     source = read_json(directory / "config.json")
+    if not any(name.split(".")[-2:] == ["fc", "weight"] for name in stored_names(directory)):
+        raise UserError(
+            f"{directory} holds no EAGLE-3 draft: it has no tensor fc.weight, which takes the target's taps in"
+        )
     stored, metadata = read_weights(directory)
     notes: list[str] = []
     tensors = _published(stored, directory, notes)

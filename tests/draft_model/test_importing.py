@@ -156,6 +156,11 @@ def test_what_cannot_be_represented_is_named(tmp_path, name, tensors, config, na
         read_draft(directory, layer_ids="entering")
 
 
+def test_a_target_is_no_draft():
+    with pytest.raises(UserError, match="bundled/m3-tiny holds no EAGLE-3 draft"):
+        read_draft(Path("target_model/bundled/m3-tiny"))
+
+
 def test_speculators_and_vllm_disagree_about_an_absent_switch(tmp_path):
     directory = copy("speculators", tmp_path / "draft")
     path = directory / "config.json"
