@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import socket
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -223,16 +224,24 @@ class DraftEngine:
 
     def load(self, checkpoint: Path) -> dict[str, Any]:
         """Continues from a saved step; returns the state it was saved with. Other ranks may have saved it: then their
-        parts are put together first, as DeepSpeed's universal checkpoint, and dealt out anew.
+        parts are put together first, as DeepSpeed's universal checkpoint, and dealt out anew. UserError that names the
+        file if one of the checkpoint's is damaged.
         """
-        parts = len(list(checkpoint.glob("*_optim_states.pt")))
-        whole = self.engine.zero_optimization_stage() > 0 and parts != torch.distributed.get_world_size()
-        source = _universal(checkpoint) if whole else checkpoint
+        sharded, parts = self.engine.zero_optimization_stage() > 0, len(list(checkpoint.glob("*_optim_states.pt")))
+        if not any(checkpoint.glob("*_model_states.pt")) or (sharded and not parts):
+            raise UserError(f"checkpoint {checkpoint} lacks files: {_way_on(checkpoint)}")
+        whole = sharded and parts != torch.distributed.get_world_size()
         # Settable only here: whether it is needed depends on what is found on disk.
         self.engine._config.load_universal_checkpoint = whole
-        path, state = self.engine.load_checkpoint(str(source.parent), tag=source.name)
-        if path is None:
-            raise UserError(f"checkpoint {checkpoint} cannot be read")
+        try:
+            source = _universal(checkpoint) if whole else checkpoint
+            _, state = self.engine.load_checkpoint(str(source.parent), tag=source.name)
+        except Exception:
+            # Which errors a damaged file brings is nobody's promise; a fault of another kind keeps its own.
+            damaged = next((file for file in sorted(checkpoint.glob("*.pt")) if not _is_whole(file)), None)
+            if damaged is None:
+                raise
+            raise UserError(f"{damaged} is damaged: {_way_on(checkpoint)}") from None
         if whole:
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:
@@ -246,6 +255,21 @@ class DraftEngine:
 
     def close(self) -> None:
         self.engine.destroy()
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether what torch saved, a zip archive, agrees with its checksums."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
+
+
+def _way_on(checkpoint: Path) -> str:
+    earlier = [path.name for path in checkpoints(checkpoint.parent) if path < checkpoint]
+    place = earlier[-1] if earlier else "the start, as there is no earlier one"
+    return f"delete {checkpoint} to go on from {place}, or set resume=false to replace the run"
 
 
 def _universal(checkpoint: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,6 +110,25 @@ def test_resume_after_a_kill_repeats_what_was_not_saved(settings):
     assert [line["step"] for line in log_of(resumed)] == list(range(1, 21))
     assert same_weights(straight, resumed)
     assert sorted(path.name for path in state.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+@pytest.mark.parametrize("harm", ["cut", "missing"])
+def test_a_damaged_checkpoint_is_named(settings, harm):
+    config = settings(schedule__steps=3, checkpoint__every=1, engine__zero_stage=1)
+    train(config, progress=False, stop_after=2)
+    state = config.run_directory / "state"
+    saved = state / "step-00000002" / "mp_rank_00_model_states.pt"
+    if harm == "cut":
+        os.truncate(saved, 1000)
+    else:
+        saved.unlink()
+    named = f"checkpoint {saved.parent} lacks files" if harm == "missing" else f"{saved} is damaged"
+    with pytest.raises(UserError) as told:
+        train(config, progress=False)
+    way_on = f"delete {saved.parent} to go on from step-00000001, or set resume=false to replace the run"
+    assert str(told.value) == f"{named}: {way_on}"
+    shutil.rmtree(saved.parent)
+    assert train(config, progress=False).step == 3
 
 
 def test_bfloat16_resumes_too(settings):
