@@ -24,7 +24,7 @@ from target_model.inspection import (
 )
 from target_model.memory import GPU_SIZES, USABLE
 from target_model.resolve import BUNDLED, known_targets, target_config
-from target_model.sizes import count_parameters
+from target_model.sizes import bytes_text, count_parameters
 
 # Of a long list of tensors, only so many are named.
 NAMED = 20
@@ -84,7 +84,9 @@ def _print_formats(console: Console, config: M3Config, formats: list[FormatNeed]
     table = _table("bytes", ("format",), ("checkpoint", "in memory (text)", "bits a weight"))
     total = count_parameters(config).total
     for need in formats:
-        table.add_row(need.name, _gb(need.checkpoint), _gb(need.loaded), f"{need.checkpoint * 8 / total:.2f}")
+        table.add_row(
+            need.name, bytes_text(need.checkpoint), bytes_text(need.loaded), f"{need.checkpoint * 8 / total:.2f}"
+        )
     console.print(table)
 
 
@@ -154,10 +156,6 @@ def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
 
 def _count(size: int) -> str:
     return f"{size / 10**9:.3f} B" if size >= 10**7 else f"{size / 10**6:.3f} M"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 10**9:.2f} GB" if size >= 10**8 else f"{size / 10**6:.2f} MB"
 
 
 def _tokens(size: int) -> str:

@@ -17,12 +17,13 @@ from torch import Tensor
 from target_model.checkpoint import by_file, check_tensors
 from target_model.config import M3Config
 from target_model.errors import UserError, atomic_directory
-from target_model.format_coverage import check_format_name, checkpoint_bytes, covered_format
+from target_model.format_coverage import checkpoint_bytes, covered_format
 from target_model.quantised_config import quantisation_json
 from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, Format, Packed, quantise, tensor_scale_of
 from target_model.resolve import ResolvedTarget, resolve_target
 from target_model.shard_writer import TYPE_NAMES, ShardWriter
 from target_model.shards import INDEX, StoredTensor, open_shard, read_headers
+from target_model.sizes import bytes_text
 from target_model.stored_weights import StoredWeight, module_of
 
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
@@ -54,11 +55,10 @@ def quantise_checkpoint(
 
     `exclude` are globs of modules to leave in bf16 beside those that the format leaves anyway. The arithmetic runs on
     `device`. `advance` hears of every weight that is done. Raises UserError for a source that is quantised already, a
-    destination that exists, or a full disk.
+    destination that exists, a glob that matches nothing, or a full disk.
     """
-    check_format_name(format_name)
     if format_name not in _FORMATS:
-        raise UserError(f"format {format_name} is what the source is in: choose {', '.join(_FORMATS)}")
+        raise UserError(f"format {format_name!r} is none to quantise to: expected one of {', '.join(_FORMATS)}")
     resolved = resolve_target(source)
     if resolved.config.quantisation is not None:
         raise UserError(f"{source} is quantised already ({resolved.config.quantisation.method})")
@@ -67,6 +67,10 @@ def quantise_checkpoint(
     _check_disk(resolved.config, format_name, destination)
     stored = read_headers(resolved.path)
     weights = check_tensors(resolved.config, stored, resolved.path)
+    modules = [module_of(weight.spec) for weight in weights]
+    for pattern in exclude:
+        if not fnmatch.filter(modules, pattern):
+            raise UserError(f"exclude {pattern!r} matches no module of {source}")
     formats = {weight.spec.name: _chosen_format(weight, format_name, exclude) for weight in weights}
     largest = _largest(stored, weights, formats) if format_name == "nvfp4" else {}
     with atomic_directory(destination) as work:
@@ -177,4 +181,6 @@ def _check_disk(config: M3Config, format_name: str, destination: Path) -> None:
     existing = next(path for path in destination.resolve().parents if path.exists())
     free, needed = shutil.disk_usage(existing).free, checkpoint_bytes(config, format_name)
     if free < needed:
-        raise UserError(f"{destination} needs {needed / 10**9:.1f} GB, its disk has {free / 10**9:.1f} GB free")
+        raise UserError(
+            f"{destination} needs {bytes_text(needed)}, but the disk of {existing} has {bytes_text(free)} free"
+        )

@@ -26,6 +26,11 @@ class ParameterCount:
     weight_bytes: int
 
 
+def bytes_text(size: int) -> str:
+    """A size for people: in MB below 0.1 GB."""
+    return f"{size / 10**9:.2f} GB" if size >= 10**8 else f"{size / 10**6:.2f} MB"
+
+
 def count_parameters(config: M3Config) -> ParameterCount:
     """Counts what a checkpoint with this config holds."""
     parts: dict[str, int] = {}

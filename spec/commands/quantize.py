@@ -24,6 +24,7 @@ def quantize(
 
     from spec.pair import choose_device
     from target_model.quantise_checkpoint import quantise_checkpoint
+    from target_model.sizes import bytes_text
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -37,4 +38,4 @@ def quantize(
             advance=lambda done, total: bar.update(task, completed=done, total=total),
         )
     counts = ", ".join(f"{count} {name}" for name, count in sorted(written.weights.items()))
-    print(f"{destination}: {written.bytes / 10**9:.3f} GB, tensors: {counts}")
+    print(f"{destination}: {bytes_text(written.bytes)}, tensors: {counts}")

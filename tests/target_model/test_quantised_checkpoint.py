@@ -4,8 +4,10 @@ themselves.
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,12 +265,24 @@ def test_refusals_of_quantising(plain: Path, quantised: dict[str, Path], tmp_pat
     for source, destination, name, message in (
         (quantised["mxfp4"], tmp_path / "a", "mxfp8", "is quantised already"),
         (plain, plain, "mxfp8", "exists already"),
-        (plain, tmp_path / "a", "int4", "unknown format 'int4'"),
-        (plain, tmp_path / "a", "bf16", "choose mxfp8, mxfp4, nvfp4"),
+        (plain, tmp_path / "a", "int4", "format 'int4' .* one of mxfp8, mxfp4, nvfp4$"),
+        (plain, tmp_path / "a", "bf16", "format 'bf16' .* one of mxfp8, mxfp4, nvfp4$"),
     ):
         with pytest.raises(UserError, match=message):
             quantise_checkpoint(str(source), destination, name)
     assert not (tmp_path / "a").exists()
+
+
+def test_a_glob_that_matches_nothing(plain: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="'no.such.\\*' matches no module of"):
+        quantise_checkpoint(str(plain), tmp_path / "a", "mxfp8", exclude=("*.index_k_proj", "no.such.*"))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_full_disk_is_told_in_sizes_that_can_be_read(plain: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(UserError, match=rf"/a needs [0-9.]+ MB, but the disk of {tmp_path} has 0.00 MB free"):
+        quantise_checkpoint(str(plain), tmp_path / "a", "mxfp8")
 
 
 def test_interrupted_quantising_leaves_nothing(plain: Path, tmp_path: Path):
