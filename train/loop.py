@@ -1,5 +1,7 @@
 """The training loop: capture, step, log, judge, save."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from train.engine import DraftEngine, checkpoint_path, processes, resolve_device
 from train.flops import peak_flops, step_flops
 from train.initialise import new_draft, set_trainable
 from train.journal import Journal, simulated_length
+from train.lock import locked
 from train.loss import StepSums, Teacher, count_rows, step_weights
 from train.origin import Origin, open_origin
 from train.plan import state_bytes
@@ -60,7 +63,11 @@ def train(
     # The target first: without it nothing else matters, and its message says what it would take.
     resolved = resolve_target(config.target)
     device, dtype = resolve_device(config)
-    with processes(device) as (rank, world), ProgressDisplay(config, enabled=progress and rank == 0) as display:
+    with contextlib.ExitStack() as held:
+        if os.environ.get("RANK", "0") == "0":
+            held.enter_context(locked(config.run_directory))
+        rank, world = held.enter_context(processes(device))
+        display = held.enter_context(ProgressDisplay(config, enabled=progress and rank == 0))
         return _train(config, resolved, device, dtype, rank, world, judge, display, stop_after)
 
 

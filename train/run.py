@@ -11,6 +11,7 @@ from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_write
 from train.config import TrainConfig, parse_config
 from train.engine import checkpoint_path, checkpoints
+from train.lock import LOCK
 
 # Keys that may differ between the interrupted and the resuming command without changing what is computed.
 _FREE_KEYS = ("log", "eval", "checkpoint", "output", "name", "resume", "features")
@@ -39,9 +40,12 @@ class RunFolder:
         """Makes the folder, or finds the checkpoint to continue from. A run with other settings is refused."""
         record = self.path / "run.json"
         if not self._config.resume and self.path.exists():
-            if not record.exists() and any(self.path.iterdir()):
+            # The lock stays: it is held.
+            found = [path for path in self.path.iterdir() if path.name != LOCK]
+            if found and not record.exists():
                 raise UserError(f"{self.path} is not a training run, so it is not replaced")
-            shutil.rmtree(self.path)
+            for path in found:
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         if record.exists():
             _check_same(read_json(record), self._config, total_steps, self.path)
         try:
