@@ -55,5 +55,5 @@ def test_spec_serve_takes_it(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit) as stop:
             cli.main()
         assert (stop.value.code or 0) == code
-    assert [options.tree for options in seen] == [TreeConfig.static([(0,), (1,), (0, 0)])]
+    assert [options.engine.tree for options in seen] == [TreeConfig.static([(0,), (1,), (0, 0)])]
     assert "--tree and --tree-file exclude each other" in capsys.readouterr().err
