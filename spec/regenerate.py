@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from serve.engine import Engine
 from serve.request import Completion, Request, SamplingParams, Update
-from target_model.errors import UserError
+from target_model.errors import UserError, check_output
 from target_model.tokenizer import Tokenizer
 from train.data import tools_of
 from train.sources import parse_lines, read_file
@@ -51,6 +51,7 @@ class Settings:
             raise UserError(f"turns must be first or all, got {self.turns!r}")
         if not 0 <= self.part < self.parts:
             raise UserError(f"part must be from 0 to {self.parts - 1}, got {self.part}")
+        check_output(self.output)
 
 
 def run(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> dict[str, int]:
@@ -61,7 +62,6 @@ def run(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> dict[str, i
     done = _finished(settings.output)
     todo = [prompt for prompt in prompts if prompt["id"] not in done]
     tokens = 0
-    settings.output.parent.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

@@ -15,6 +15,18 @@ class UserError(ValueError):
     """
 
 
+def check_output(path: Path) -> None:
+    """Raises UserError for a file or directory that cannot be made where it is named: directories above it have to be
+    there. For the time before any work is done.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}") from None
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     """Opens a temporary file beside `path` and renames it to `path` at the end; on any error `path` stays as it was."""

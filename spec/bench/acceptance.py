@@ -1,7 +1,6 @@
 """`spec bench acceptance`: how many drafted tokens the target keeps, for chains and trees, greedy and sampled."""
 
 import json
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -140,7 +139,8 @@ def run(settings: Settings, outputs: Outputs) -> bool:
     if len({suite.name for suite in suites}) < len(suites):
         raise UserError("two suites have one name: give their files different names")
     SamplingParams(top_p=settings.top_p, top_k=settings.top_k)  # refuses what is out of range
-    check_writable(outputs)
+    if outputs.report is not None and outputs.report.exists() and not (outputs.report / "result.json").exists():
+        raise UserError(f"{outputs.report} exists and holds no report: name a new directory")
     costs = None if outputs.costs is None else read_costs(outputs.costs)
     pairs = pairs_of(settings.target, settings.drafts, settings.device)
     for pair in pairs.values():
@@ -208,20 +208,6 @@ def longest_context(pair: Pair, prompts: list[Prompt], tokens: int) -> int:
         pair.target.config.max_position,
         max(sum(len(pair.render(turn)) + 2 * tokens for turn in prompt.turns) for prompt in prompts),
     )
-
-
-def check_writable(outputs: Outputs) -> None:
-    """A path that cannot be written is better found before the minutes of measuring."""
-    if outputs.json is not None:
-        if outputs.json.is_dir():
-            raise UserError(f"{outputs.json} is a directory, not a file to write")
-        outputs.json.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=outputs.json.parent).close()
-    if outputs.report is not None:
-        if outputs.report.exists() and not (outputs.report / "result.json").exists():
-            raise UserError(f"{outputs.report} exists and holds no report: name a new directory")
-        outputs.report.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=outputs.report.parent).close()
 
 
 def _write(result: dict[str, Any], recordings: dict[str, Recording], outputs: Outputs, console: Console) -> None:

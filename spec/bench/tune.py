@@ -66,8 +66,6 @@ def run(settings: Settings, output: Path) -> TreeConfig:
             f"{len(suite.prompts)} prompts are too few for a batch of {max(settings.batches)}: raise --prompts, or "
             "name a larger --suite"
         )
-    if output.is_dir():
-        raise UserError(f"{output} is a directory, not a file to write")
     pair = load_pair(settings.target, settings.draft, settings.device)
     console.print(pair.description)
     longest = longest_context(pair, list(suite.prompts), settings.tokens)

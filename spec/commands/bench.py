@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device, Draft, Dummy, Layers, Processes, Seed, Target, draft_name
+from spec.commands.options import (
+    Device,
+    Draft,
+    Dummy,
+    Layers,
+    Processes,
+    Seed,
+    Target,
+    draft_name,
+    measured_draft,
+    output_directory,
+    output_file,
+)
 
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
 
@@ -33,8 +45,8 @@ ANALYSE = typer.Option(
 )
 COSTS = typer.Option(help="With --analyse: costs of a step on another machine, as JSON.", dir_okay=False)
 AGAINST = typer.Option(help="plain: exit code 1 when a greedy answer differs from plain decoding's.")
-JSON = typer.Option(help="Write everything measured to this file.")
-REPORT = typer.Option(help="Write a report to this directory: HTML, PNG, JSON, CSV.")
+JSON = typer.Option(help="Write everything measured to this file.", callback=output_file)
+REPORT = typer.Option(help="Write a report to this directory: HTML, PNG, JSON, CSV.", callback=output_directory)
 
 
 @bench.command()
@@ -74,7 +86,7 @@ def acceptance(
         raise UserError("--costs is read with --analyse only")
     settings = benchmark.Settings(
         target=target,
-        drafts=tuple(dict.fromkeys(draft or ["eagle3"])),
+        drafts=tuple(dict.fromkeys(map(measured_draft, draft or ["eagle3"]))),
         suites=tuple(suite or BENCHMARKS),
         prompts=prompts,
         stride=stride,
@@ -99,7 +111,7 @@ def acceptance(
 def compare(
     first: Annotated[Path, typer.Argument(help="A result of spec bench acceptance --json.")],
     second: Annotated[str, typer.Argument(help="Another one, or published: MiniMax-M3's published curves.")],
-    json: Annotated[Path | None, typer.Option(help="Write the comparison to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the comparison to this file.", callback=output_file)] = None,
 ) -> None:
     """What two results differ in, and whether that can be chance: paired bootstrap over the prompts of both."""
     from spec.bench import compare as comparison
@@ -148,7 +160,10 @@ def costs(
     batch: Annotated[int, typer.Option(min=1, max=16, help="The largest batch; smaller ones are measured too.")] = 16,
     device: Device = "auto",
     output: Annotated[
-        Path | None, typer.Option(help="Write the costs to this file, as spec bench acceptance --costs reads them.")
+        Path | None,
+        typer.Option(
+            help="Write the costs to this file, as spec bench acceptance --costs reads them.", callback=output_file
+        ),
     ] = None,
 ) -> None:
     """What drafting and verifying cost here, for trees of all sizes; with random weights for a target that is not at
@@ -157,7 +172,7 @@ def costs(
     from spec.pair import dummy_weights_option
 
     dummy = dummy_weights_option(dummy_weights, layers)
-    step_costs.run(step_costs.Settings(target, draft, dummy, tensor_parallel, batch, device), output)
+    step_costs.run(step_costs.Settings(target, measured_draft(draft), dummy, tensor_parallel, batch, device), output)
 
 
 @bench.command()
@@ -180,7 +195,7 @@ def train(
     plain: Annotated[bool, typer.Option(help="Also time a plain PyTorch implementation.")] = True,
     small: Annotated[bool, typer.Option("--small", help="A small draft, to try the command on a CPU.")] = False,
     device: Device = "auto",
-    json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
+    json: Annotated[Path | None, JSON] = None,
 ) -> None:
     """The draft's training step at MiniMax-M3's size: time, tokens/s, MFU, memory, against plain PyTorch."""
     from spec.bench import training

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spec.commands.options import output_directory
+
 if TYPE_CHECKING:
     from draft_model.export import Verifier
 
@@ -12,7 +14,9 @@ if TYPE_CHECKING:
 def export(
     draft: Annotated[str | None, typer.Argument(help="A run or its folder, a draft's directory, or eagle3.")] = None,
     to: Annotated[str | None, typer.Option(help="vllm, sglang, atom, speculators or hf.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Directory to write; it must not exist.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to write; it must not exist.", callback=output_directory)
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="The draft's target, unless the run's record or the bundled draft's name tells.")
     ] = None,

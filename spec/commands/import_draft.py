@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spec.commands.options import output_directory
+
 if TYPE_CHECKING:
     from draft_model.importing import TargetParts
 
 
 def import_draft(
     directory: Annotated[Path, typer.Argument(help="Draft of SpecForge, TorchSpec, speculators, EAGLE or an engine.")],
-    output: Annotated[Path, typer.Option(help="Directory to write; it must not exist.")],
+    output: Annotated[Path, typer.Option(help="Directory to write; it must not exist.", callback=output_directory)],
     layer_ids: Annotated[
         str | None, typer.Option(help="Explicit layer ids name the layer that is entered, or left (output).")
     ] = None,

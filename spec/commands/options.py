@@ -1,8 +1,11 @@
 """Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from target_model.errors import UserError, check_output
 
 Target = Annotated[str, typer.Option(help="Target: m3-tiny, MiniMax-M3, or a directory.")]
 Draft = Annotated[
@@ -30,3 +33,24 @@ Seed = Annotated[int, typer.Option(min=0, help="Seed of sampled answers.")]
 def draft_name(option: str) -> str | None:
     """The draft that was named, None for plain decoding."""
     return None if option == "none" else option
+
+
+def measured_draft(option: str) -> str:
+    """The draft of a command that has nothing to do without one."""
+    if option == "none":
+        raise UserError("--draft none: what a draft brings is measured here, so name one")
+    return option
+
+
+def output_file(path: Path | None) -> Path | None:
+    """Callback of an option: refuses a file that cannot be written before anything else is done."""
+    if path is not None and path.is_dir():
+        raise UserError(f"{path} is a directory, not a file to write")
+    return output_directory(path)
+
+
+def output_directory(path: Path | None) -> Path | None:
+    """As `output_file`, for a directory that is to be made."""
+    if path is not None:
+        check_output(path)
+    return path

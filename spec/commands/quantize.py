@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device
+from spec.commands.options import Device, output_directory
 
 
 def quantize(
     source: Annotated[str, typer.Argument(help="Target in bf16: m3-tiny, MiniMax-M3, or a directory.")],
-    destination: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
+    destination: Annotated[
+        Path, typer.Argument(help="Directory to write; it must not exist.", callback=output_directory)
+    ],
     format: Annotated[str, typer.Option(help="mxfp8, mxfp4 or nvfp4 (with mxfp8 outside the routed experts).")],
     exclude: Annotated[
         list[str] | None,

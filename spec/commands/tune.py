@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec.commands.options import Device, Seed, Target
+from spec.commands.options import Device, Seed, Target, measured_draft, output_file
 
 tune = typer.Typer(no_args_is_help=True, help="Find the settings that are fastest here.")
 
@@ -29,7 +29,7 @@ def tree(
     finalists: Annotated[int, typer.Option(min=1, max=32, help="Shapes that are measured.")] = 6,
     seed: Seed = 0,
     device: Device = "auto",
-    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("tree.yaml"),
+    output: Annotated[Path, typer.Option(help="The file to write.", callback=output_file)] = Path("tree.yaml"),
 ) -> None:
     """Find the tree that decodes fastest with a draft on this machine; `spec serve --tree-file` takes the file."""
     from spec.bench import tune as search
@@ -38,7 +38,7 @@ def tree(
     search.run(
         search.Settings(
             target=target,
-            draft=draft,
+            draft=measured_draft(draft),
             suite=suite,
             prompts=prompts,
             tokens=tokens,

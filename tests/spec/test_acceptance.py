@@ -190,7 +190,8 @@ def test_several_drafts_share_one_target(untrained_draft, tmp_path):
 
 
 def test_command_prints_tables_and_json(monkeypatch, capsys, tmp_path, untrained_draft):
-    target = tmp_path / "deep" / "result.json"
+    target = tmp_path / "new" / "result.json"
+    target.parent.mkdir()
     arguments = f"bench acceptance --draft {untrained_draft} --suite humaneval --tokens 6 --chain 2"
     arguments += " --tree 2,2,5 --stride 79 --prompts 2 --against plain"
     monkeypatch.setattr("sys.argv", ["spec", *arguments.split(), "--temperature", "0", "--json", str(target)])

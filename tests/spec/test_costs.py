@@ -79,7 +79,7 @@ def test_the_whole_search(monkeypatch, capsys, tmp_path, untrained_draft):
 
     monkeypatch.setattr("spec.bench.costs.PASSES", 1)
     monkeypatch.setattr("spec.bench.costs.LONGEST", 64)
-    path = tmp_path / "deep" / "tree.yaml"
+    path = tmp_path / "tree.yaml"
     line = (
         f"spec tune tree --draft {untrained_draft} --prompts 1 --tokens 8 --temperature 1 --finalists 1 --output {path}"
     )
