@@ -131,9 +131,13 @@ class Conversation:
         return results
 
     def _ask(self, prompt: str) -> str:
-        if sys.stdin.isatty():
-            self._console.print(printable(prompt), style="bold", end="", highlight=False, markup=False)
-        return self._read()
+        while True:
+            if sys.stdin.isatty():
+                self._console.print(printable(prompt), style="bold", end="", highlight=False, markup=False)
+            line = self._read()
+            if encodable(line):
+                return line
+            self._say("this line was left out: it has bytes that are not UTF-8", "red")
 
     def _say(self, line: str, style: str = "dim") -> None:
         self._console.print(line, style=style, highlight=False, markup=False)
@@ -149,6 +153,11 @@ def drawn(tree: dict[str, Any]) -> Tree:
         label = Text(printable(repr(token)), style)
         branches.append(Tree(label) if parent < 0 else branches[parent].add(label))
     return branches[0]
+
+
+def encodable(text: str) -> bool:
+    """Whether a text can be sent: bytes that are not UTF-8 come from the terminal as lone surrogates, which cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def printable(text: str) -> str:

@@ -1,5 +1,7 @@
 """`spec chat`: a conversation in the terminal."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,9 +10,11 @@ import typer
 from spec.commands.options import Device, Draft, Target, draft_name
 
 THINKING = ("disabled", "enabled", "adaptive")
+OF_THE_ENGINE = ("target", "draft", "tree", "device")  # options that choose one in this process
 
 
 def chat(
+    context: typer.Context,
     url: Annotated[
         str | None, typer.Option(help="Talk to this server. Default: an engine in this process, as below.")
     ] = None,
@@ -36,15 +40,22 @@ def chat(
     from rich.console import Console
 
     from spec.attachments import read_tools
-    from spec.chat import Conversation
+    from spec.chat import Conversation, encodable
     from spec.speaker import Remote, Sampling
     from target_model.errors import UserError
 
     if thinking not in THINKING:
         raise UserError(f"unknown --thinking {thinking!r}: expected one of {', '.join(THINKING)}")
+    if system is not None and not encodable(system):
+        raise UserError("--system is no text that can be sent: it has bytes that are not UTF-8")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line of other bytes is refused alone
     sampling = Sampling(tokens, temperature, seed, thinking)
     console, offered = Console(highlight=False), None if tools is None else read_tools(tools)
     if url is not None:
+        idle = [name for name in OF_THE_ENGINE if context.get_parameter_source(name).name == "COMMANDLINE"]
+        if idle:
+            raise UserError(f"--{idle[0]} chooses an engine to load here and does not go with --url")
         Conversation(Remote(url, api_key, model, sampling, offered), console, system=system).run()
         return
     if model is not None:

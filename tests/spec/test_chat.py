@@ -288,6 +288,28 @@ def test_control_characters_do_not_reach_the_terminal():
     assert printable("a\x1b[2Jb\r\x07\x9b\tc\n") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\tc\n"
 
 
+def test_bytes_that_are_no_text_cost_one_line():
+    made = service(saying("An answer."))
+    program = "from spec import cli; cli.main()"
+    with serving(made) as url:
+        command = [sys.executable, "-c", program, "chat", "--url", url]
+        done = subprocess.run(command, input=b"caf\xe9\nHi\n", capture_output=True, timeout=60)
+        shown = done.stdout.decode()
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert shown.count("left out: it has bytes that are not UTF-8") == 1 and "An answer.\n" in shown
+        refused = subprocess.run([*command, "--system", b"\xff"], input=b"", capture_output=True, timeout=60)
+        assert refused.returncode == 2 and refused.stderr.startswith(b"spec: --system")
+    assert len(made.engine.engine.seen) == 1
+
+
+@pytest.mark.parametrize("option", ["--draft", "--tree", "--target", "--device"])
+def test_a_server_has_its_own_engine(monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["spec", "chat", "--url", "http://127.0.0.1:1", option, "eagle3"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 2 and f"{option} chooses an engine" in capsys.readouterr().err
+
+
 def test_the_command(monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["spec", "chat", *arguments])
