@@ -107,6 +107,8 @@ class Conversation:
             problem = "stopped"
         except UserError as error:
             problem = str(error)
+        if problem is None and turn.calls and turn.cut:
+            problem = "--tokens cut the answer within its calls, so the question is dropped"
         self._console.print()
         self._tree = turn.tree
         for call in turn.calls:

@@ -23,7 +23,7 @@ class Piece:
 @dataclass
 class Turn:
     """What an answer consists of so far. steps, accepted, drafted and `tree`, the last one verified: None where the
-    server says nothing of them.
+    server says nothing of them. cut: the length ended it.
     """
 
     text: str = ""
@@ -36,6 +36,7 @@ class Turn:
     drafted: int | None = None
     tree: dict[str, Any] | None = None
     times: list[float] = field(default_factory=list)
+    cut: bool = False
 
     def take(self, chunk: dict[str, Any]) -> list[Piece]:
         """The text of a chunk in pieces; everything else is counted."""
@@ -54,6 +55,7 @@ class Turn:
                 pieces += [Piece(text, None, text is reasoning) for text in (reasoning, delta.get("content")) if text]
             for call in delta.get("tool_calls") or []:
                 self._take_call(call)
+            self.cut |= choice.get("finish_reason") == "length"
         for piece in pieces:
             self.text += "" if piece.reasoning else piece.text
             self.reasoning += piece.text if piece.reasoning else ""

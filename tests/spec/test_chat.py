@@ -255,6 +255,15 @@ def test_tools_are_called_and_answered(tmp_path):
     assert "no result, so the question is dropped" in shown
 
 
+def test_a_call_that_the_length_cut_is_not_answered():
+    made = service(FakeEngine(lambda request: tokenizer().encode(CALL, allow_special=True), runs=(3, 5)))
+    cut = len(tokenizer().encode(CALL, allow_special=True)) - 8
+    with serving(made) as url:
+        shown = talk(Remote(url, None, None, Sampling(tokens=cut), TOOLS), "How is it?", "Well?")
+    assert shown.count("--tokens cut the answer within its calls") == 2 and "result of" not in shown
+    assert len(made.engine.engine.seen) == 2
+
+
 class Silent:
     """Calls a tool that nobody answers."""
 
