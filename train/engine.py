@@ -36,13 +36,12 @@ from torch import Tensor, nn
 
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
+from train.checkpoints import PARTIAL, checkpoint_path, checkpoints
 from train.config import TrainConfig
 from train.features import Features
 from train.finite import FiniteAdamW
 from train.loss import LossSettings, StepSums, Teacher, ttt_loss
 from train.ttt import unroll, valid_rows
-
-_PARTIAL = ".partial"
 
 
 class DraftStep(nn.Module):
@@ -209,7 +208,7 @@ class DraftEngine:
     def save(self, directory: Path, step: int, state: dict[str, Any]) -> Path:
         """Writes `directory`/step-N: weights (frozen ones too), optimizer, `state`. It appears whole or not at all."""
         final = checkpoint_path(directory, step)
-        partial = directory / (final.name + _PARTIAL)
+        partial = directory / (final.name + PARTIAL)
         try:
             self.engine.save_checkpoint(
                 str(directory), tag=partial.name, client_state=copy.deepcopy(state), save_latest=False
@@ -274,7 +273,7 @@ def _way_on(checkpoint: Path) -> str:
 
 def _universal(checkpoint: Path) -> Path:
     """A checkpoint's parts put together, in a directory beside it that is for this moment only."""
-    merged = checkpoint.with_name(f"{checkpoint.name}.universal{_PARTIAL}")
+    merged = checkpoint.with_name(f"{checkpoint.name}.universal{PARTIAL}")
     if torch.distributed.get_rank() == 0:
         settings = argparse.Namespace(
             input_folder=str(checkpoint),
@@ -289,13 +288,3 @@ def _universal(checkpoint: Path) -> Path:
             ds_to_universal.main(settings)
     torch.distributed.barrier()
     return merged
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return directory / f"step-{step:08d}"
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if not path.name.endswith(_PARTIAL))

@@ -17,9 +17,10 @@ from draft_model.resolve import resolve_draft
 from target_model.errors import UserError
 from target_model.model import TargetModel
 from target_model.resolve import ResolvedTarget, known_targets, resolve_target
+from train.checkpoints import checkpoint_path
 from train.config import TrainConfig
 from train.data import TrainingRows
-from train.engine import DraftEngine, checkpoint_path, processes, resolve_device
+from train.engine import DraftEngine, processes, resolve_device
 from train.flops import peak_flops, step_flops
 from train.initialise import new_draft, set_trainable
 from train.journal import Journal, simulated_length
@@ -50,13 +51,18 @@ class TrainResult:
 
 
 def train(
-    config: TrainConfig, *, judge: Judge | None = None, progress: bool = True, stop_after: int | None = None
+    config: TrainConfig,
+    *,
+    judge: Judge | None = None,
+    progress: bool = True,
+    stop_after: int | None = None,
+    reached: Callable[[int], None] | None = None,
 ) -> TrainResult:
     """Runs or continues a training run.
 
     `judge` gets a frozen copy of the draft, at the precision of its export, and the target, and returns measurements
     with the key "al", by which the best checkpoint is chosen; without a judge the last one is exported. `stop_after`
-    ends after that step, as an interruption would.
+    ends after that step, as an interruption would. `reached` gets the step to go on from, then every finished one.
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -67,7 +73,7 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             held.enter_context(locked(config.run_directory))
         rank, world = held.enter_context(processes(device))
-        display = held.enter_context(ProgressDisplay(config, enabled=progress and rank == 0))
+        display = held.enter_context(ProgressDisplay(config, enabled=progress and rank == 0, reached=reached))
         return _train(config, resolved, device, dtype, rank, world, judge, display, stop_after)
 
 

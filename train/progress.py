@@ -1,5 +1,6 @@
 """Console progress: one bar with loss, tau_sim, tokens per second, MFU, GPU memory and the time left."""
 
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -9,10 +10,14 @@ from train.config import TrainConfig
 
 
 class ProgressDisplay:
-    """A context manager; silent when not enabled."""
+    """A context manager; silent when not enabled. Without a terminal there are the notes, but no bar.
 
-    def __init__(self, config: TrainConfig, *, enabled: bool):
-        self.enabled = enabled
+    `reached`, if given, is told the steps whatever is shown.
+    """
+
+    def __init__(self, config: TrainConfig, *, enabled: bool, reached: Callable[[int], None] | None = None):
+        self.enabled, self._reached = enabled, reached
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -21,8 +26,8 @@ class ProgressDisplay:
             TimeElapsedColumn(),
             TextColumn("eta"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not enabled,
+            console=console,
+            disable=not (enabled and console.is_terminal),
         )
         self._task = self._progress.add_task(config.name, total=None, numbers="")
 
@@ -30,7 +35,9 @@ class ProgressDisplay:
         self._progress.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error stands alone: the bar of a run that did not get there is taken away.
+        self._progress.live.transient = kind is not None
         self._progress.stop()
 
     def stage(self, text: str) -> None:
@@ -44,9 +51,13 @@ class ProgressDisplay:
 
     def start(self, step: int, total: int) -> None:
         self._progress.reset(self._task, completed=step, total=total, numbers="")
+        if self._reached is not None:
+            self._reached(step)
 
     def advance(self, step: int, metrics: dict[str, Any], tokens: int) -> None:
         self._progress.update(self._task, completed=step, numbers=numbers(metrics, tokens))
+        if self._reached is not None:
+            self._reached(step)
 
 
 def numbers(metrics: dict[str, Any], tokens: int) -> str:

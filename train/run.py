@@ -9,8 +9,8 @@ from draft_model.checkpoint import save_draft
 from draft_model.config import read_json
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_write
+from train.checkpoints import checkpoint_path, checkpoints
 from train.config import TrainConfig, parse_config
-from train.engine import checkpoint_path, checkpoints
 from train.lock import LOCK
 
 # Keys that may differ between the interrupted and the resuming command without changing what is computed.

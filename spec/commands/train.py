@@ -31,20 +31,25 @@ def train(
 
     With several processes: torchrun --nproc-per-node N -m spec.cli train ...
     """
-    from train.config import load_config
+    from spec.interruption import Interruption
 
-    named = [] if target is None else [f"target={json.dumps(target)}"]
-    settings = load_config(config or _recipe(target), [*named, *(overrides or [])])
-    if plan:
-        from target_model.resolve import target_config
-        from train.plan import plan as describe
+    interruption = Interruption()
+    with interruption.watched():
+        from train.config import load_config
 
-        print(describe(settings, target_config(settings.target), int(os.environ.get("WORLD_SIZE", "1"))))
-        return
-    from spec.judge import served_acceptance
-    from train.loop import train as run
+        named = [] if target is None else [f"target={json.dumps(target)}"]
+        settings = interruption.config = load_config(config or _recipe(target), [*named, *(overrides or [])])
+        if plan:
+            from target_model.resolve import target_config
+            from train.plan import plan as describe
 
-    result = run(settings, judge=served_acceptance(settings.target, settings.ttt.draft_attention), progress=not quiet)
+            print(describe(settings, target_config(settings.target), int(os.environ.get("WORLD_SIZE", "1"))))
+            return
+        from spec.judge import served_acceptance
+        from train.loop import train as run
+
+        judge = served_acceptance(settings.target, settings.ttt.draft_attention)
+        result = run(settings, judge=judge, progress=not quiet, reached=interruption.reached)
     if os.environ.get("RANK", "0") == "0":
         measured = "" if result.best is None else f", AL {result.best['al']:.2f} at step {result.best['step']}"
         print(f"trained {result.step} steps{measured}\nserve it: spec serve --draft {result.draft}")

@@ -1,11 +1,16 @@
-"""`spec train` from the command line: the judge of the command line chooses the draft that is exported."""
+"""`spec train` from the command line: the judge of the command line chooses the draft that is exported, and a run that
+is stopped says so.
+"""
 
 import json
+import os
+import signal
 
 import pytest
 
 from draft_model.checkpoint import load_draft
 from spec import cli
+from train import loop
 
 
 @pytest.mark.slow
@@ -21,3 +26,34 @@ def test_run_is_judged_exported_and_ready_to_serve(monkeypatch, capsys, tmp_path
     record = json.loads((tmp_path / "runs" / "tiny" / "run.json").read_text())
     assert record["complete"] and record["best"]["al"] >= 1 and record["best"]["prompts"] == 16
     assert load_draft(tmp_path / "runs" / "tiny" / "draft").config.vocab_size == 4096
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "overrides", "told"),
+    [
+        (signal.SIGINT, 14, [], "Ctrl-C at step 14; last checkpoint {state}: the same command continues from there"),
+        (signal.SIGTERM, 9, [], "SIGTERM at step 9; no checkpoint yet: the same command starts again"),
+        (signal.SIGTERM, None, [], "SIGTERM while starting up; last checkpoint {state}: the same command continues"),
+        (signal.SIGINT, 12, ["resume=false"], "Ctrl-C at step 12; last checkpoint {state}: the same command without"),
+    ],
+)
+def test_a_run_that_is_stopped_says_where(monkeypatch, capfd, tmp_path, number, step, overrides, told):
+    state = tmp_path / "runs" / "mine" / "state" / "step-00000010"
+    if "{state}" in told:
+        state.mkdir(parents=True)
+        state.with_name("step-00000014.partial").mkdir()
+
+    def stopped(config, *, reached, **_):
+        if step is not None:
+            reached(step)
+        os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(loop, "train", stopped)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["spec", "train", "--config", "demo", "--quiet", "name=mine", *overrides])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert stop.value.code == 128 + number and not out and signal.getsignal(number) is before
+    assert err.startswith("spec: stopped by " + told.format(state=state.relative_to(tmp_path))) and err.count("\n") == 1

@@ -106,7 +106,9 @@ def test_resume_after_a_kill_repeats_what_was_not_saved(settings):
     # As if the process had died at step 14 with the checkpoint of step 10 as its last, and another half written.
     state = config.run_directory / "state"
     (state / "step-00000014").rename(state / "step-00000014.partial")
-    resumed = train(config, progress=False)
+    reached = []
+    resumed = train(config, progress=False, reached=reached.append)
+    assert reached == list(range(10, 21))
     assert [line["step"] for line in log_of(resumed)] == list(range(1, 21))
     assert same_weights(straight, resumed)
     assert sorted(path.name for path in state.iterdir()) == ["step-00000010", "step-00000020"]
