@@ -53,9 +53,7 @@ def chat(
     sampling = Sampling(tokens, temperature, seed, thinking)
     console, offered = Console(highlight=False), None if tools is None else read_tools(tools)
     if url is not None:
-        idle = [name for name in OF_THE_ENGINE if context.get_parameter_source(name).name == "COMMANDLINE"]
-        if idle:
-            raise UserError(f"--{idle[0]} chooses an engine to load here and does not go with --url")
+        _refuse_engine_options(context)
         Conversation(Remote(url, api_key, model, sampling, offered), console, system=system).run()
         return
     if model is not None:
@@ -74,3 +72,11 @@ def chat(
     with local_server(*loaded) as server:
         speaker = Remote(server.url, server.api_key, None, sampling, offered)
         Conversation(speaker, console, system=system).run(loaded[2].lines[:4])
+
+
+def _refuse_engine_options(context: typer.Context) -> None:
+    from target_model.errors import UserError
+
+    for name in OF_THE_ENGINE:
+        if context.get_parameter_source(name).name == "COMMANDLINE":
+            raise UserError(f"--{name} chooses an engine to load here and does not go with --url")

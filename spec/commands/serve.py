@@ -89,17 +89,7 @@ def serve(
     if tree is not None and tree_file is not None:
         raise UserError("--tree and --tree-file exclude each other")
     if draft_name(draft) is None:
-        about_drafts = {
-            "--tree": tree is not None,
-            "--tree-file": tree_file is not None,
-            "--sampling rejection": sampling == "rejection",
-            "--synthetic-acceptance-length": synthetic_acceptance_length is not None,
-            "--draft-dtype": draft_dtype is not None,
-            "--draft-attention": draft_attention != "full",
-        }
-        idle = [name for name, given in about_drafts.items() if given]
-        if idle:
-            raise UserError(f"{idle[0]} is about what a draft proposes, and with --draft none there is no draft")
+        _refuse_draft_options(tree, tree_file, sampling, synthetic_acceptance_length, draft_dtype, draft_attention)
     shape = None if tree in (None, "adaptive") else TreeConfig.parse(tree)
     for name in (dtype, draft_dtype):
         if name is not None and name not in TYPES:
@@ -140,3 +130,27 @@ def serve(
         ),
     )
     run(options)
+
+
+def _refuse_draft_options(
+    tree: str | None,
+    tree_file: Path | None,
+    sampling: str,
+    synthetic_acceptance_length: float | None,
+    draft_dtype: str | None,
+    draft_attention: str,
+) -> None:
+    """Without a draft these would be ignored."""
+    from target_model.errors import UserError
+
+    given = {
+        "--tree": tree is not None,
+        "--tree-file": tree_file is not None,
+        "--sampling rejection": sampling == "rejection",
+        "--synthetic-acceptance-length": synthetic_acceptance_length is not None,
+        "--draft-dtype": draft_dtype is not None,
+        "--draft-attention": draft_attention != "full",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise UserError(f"{name} is about what a draft proposes, and with --draft none there is no draft")
