@@ -77,7 +77,6 @@ def capture_store(
     target = resolve_target(config.target)
     tokenizer = load_tokenizer(target.path)
     rows = load_rows(config.data, tokenizer, config.seed)
-    note(rows.summary())
     taps = run_draft_config(config, target).taps
     per_token = bytes_per_token(target.config.hidden_size, len(taps), dtype)
     shard_rows = shard_rows or max(1, _SHARD_BYTES // (per_token * config.data.sequence_length))
@@ -85,7 +84,11 @@ def capture_store(
     manifest = identity(target, tokenizer, taps, config.data) | _description(rows, config, dtype, compute, shard_rows)
     _check_place(directory, manifest)
     done = _finished(directory, manifest)
-    _check_disk(directory, rows.tokens * per_token, done, note)
+    size = rows.tokens * per_token
+    missing, free = _check_disk(directory, size, done)
+    # Nothing is told before everything that can refuse has been asked.
+    note(rows.summary())
+    note(f"features take {size / 1e9:.3f} GB, {missing / 1e9:.3f} GB of them to write; {free / 1e9:.3f} GB free")
     if plan_only:
         return None
     _write_manifest(directory, manifest | {"complete": False, "refused": 0})
@@ -149,15 +152,14 @@ def _finished(directory: Path, manifest: dict[str, Any]) -> dict[int, int]:
     return done
 
 
-def _check_disk(directory: Path, size: int, done: dict[int, int], note: Callable[[str], None]) -> None:
+def _check_disk(directory: Path, size: int, done: dict[int, int]) -> tuple[int, int]:
+    """(bytes to write, bytes free); UserError where the features do not fit."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     free = shutil.disk_usage(place).free
-    missing = size - sum((directory / shard_name(number)).stat().st_size for number in done)
-    note(
-        f"features take {size / 1e9:.3f} GB, {max(0, missing) / 1e9:.3f} GB of them to write; {free / 1e9:.3f} GB free"
-    )
+    missing = max(0, size - sum((directory / shard_name(number)).stat().st_size for number in done))
     if free < missing:
         raise UserError(f"{place} has {free / 1e9:.3f} GB free, but the features need {missing / 1e9:.3f} GB more")
+    return missing, free
 
 
 def _write_missing(

@@ -99,6 +99,21 @@ def test_a_row_that_is_not_json_is_an_error_even_behind_the_one_that_is_shown(mo
     assert err.startswith(f"spec: {rows}:3 is not JSON") and err.count("\n") == 1
 
 
+def test_what_is_refused_leaves_one_line_and_no_progress(monkeypatch, capsys, tmp_path, rows):
+    other, missing = tmp_path / "other", tmp_path / "missing"
+    other.mkdir()
+    (other / "mine.txt").touch()
+    refused = call(monkeypatch, capsys, "capture", "--config", "demo", f"data.path={rows}", "--output", str(other))
+    assert refused == (2, "", f"spec: {other} is not a feature store, so nothing is written into it\n")
+    train = ["train", "--config", "demo", "name=x", f"output={tmp_path}"]
+    code, out, err = call(monkeypatch, capsys, *train, f"features.store={missing}")
+    assert (code, out) == (2, "") and err == f"spec: feature store {missing} does not exist: it has no manifest.json\n"
+    # A terminal shows a bar until then, which is taken away.
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    err = call(monkeypatch, capsys, *train, f"features.store={missing}")[2]
+    assert "reading data" in err and "\x1b[2K" in err.split("reading data")[-1]
+
+
 def test_runs_are_listed_best_first(monkeypatch, capsys, tmp_path):
     for name, al in (("worse", 1.5), ("better", 2.25), ("unjudged", None)):
         (tmp_path / name / "draft").mkdir(parents=True)
