@@ -16,7 +16,7 @@ from draft_model.model import Eagle3Draft
 from draft_model.resolve import resolve_draft
 from target_model.errors import UserError
 from target_model.model import TargetModel
-from target_model.resolve import ResolvedTarget, known_targets, resolve_target
+from target_model.resolve import ResolvedTarget, resolve_target
 from train.checkpoints import checkpoint_path
 from train.config import TrainConfig
 from train.data import TrainingRows
@@ -102,7 +102,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, origin: Origin, rank: int, world: int, dtype: torch.dtype):
         self.rank, self.world = rank, world
-        self.folder = RunFolder(config, _target_identity(config.target))
+        self.folder = RunFolder(config)
         began_with = _from_rank_zero(self.folder.began_with(world) if rank == 0 else None)
         config = config.model_copy(update={"engine": share_batch(config.engine, began_with, world)})
         rows, target = origin.rows, origin.ends
@@ -294,8 +294,3 @@ def _from_rank_zero(value: Any) -> Any:
     box = [value]
     torch.distributed.broadcast_object_list(box)
     return box[0]
-
-
-def _target_identity(name: str) -> str:
-    path = Path(name).expanduser()
-    return str(path.resolve()) if name not in known_targets() and path.is_dir() else name.removeprefix("MiniMaxAI/")

@@ -9,6 +9,7 @@ from draft_model.checkpoint import save_draft
 from draft_model.config import read_json
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_write
+from target_model.resolve import known_targets
 from train.checkpoints import checkpoint_path, checkpoints
 from train.config import TrainConfig, parse_config
 from train.lock import LOCK
@@ -20,9 +21,8 @@ _FREE_KEYS = ("log", "eval", "checkpoint", "output", "name", "resume", "features
 class RunFolder:
     """Files of one run; written by rank 0 only."""
 
-    def __init__(self, config: TrainConfig, target: str):
-        """`target`: its name, or the absolute path of a directory; by it `draft_model.resolve` finds the run."""
-        self._target = target
+    def __init__(self, config: TrainConfig):
+        self._target = _target_identity(config.target)
         self.path = config.run_directory
         self.state, self.draft = self.path / "state", self.path / "draft"
         self._config, self._processes = config, 1
@@ -114,6 +114,12 @@ class RunFolder:
         for old in checkpoints(self.state)[: -self._config.checkpoint.keep]:
             if best is None or old != checkpoint_path(self.state, best):
                 shutil.rmtree(old)
+
+
+def _target_identity(name: str) -> str:
+    """A target's name, or the absolute path of a directory: by it `draft_model.resolve` finds the run."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name not in known_targets() and path.is_dir() else name.removeprefix("MiniMaxAI/")
 
 
 def _check_same(record: dict[str, Any], config: TrainConfig, total_steps: int, where: Path) -> None:
