@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from serve.engine import Engine
@@ -69,7 +70,9 @@ def run(engine: Engine, tokenizer: Tokenizer, settings: Settings) -> dict[str, i
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with open(settings.output, "a", encoding="utf-8") as file, Progress(*columns) as progress:
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    with open(settings.output, "a", encoding="utf-8") as file, progress:
         task = progress.add_task("answers", total=len(todo))
         for prompt, completion in _answers(engine, settings, todo):
             tokens += len(completion.token_ids)

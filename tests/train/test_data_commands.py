@@ -114,6 +114,13 @@ def test_what_is_refused_leaves_one_line_and_no_progress(monkeypatch, capsys, tm
     assert "reading data" in err and "\x1b[2K" in err.split("reading data")[-1]
 
 
+def test_regenerate_shows_no_bar_without_a_terminal(monkeypatch, capsys, tmp_path, rows):
+    arguments = [rows, "--output", str(tmp_path / "answers.jsonl"), "--max-tokens", "2", "--device", "cpu"]
+    code, out, err = call(monkeypatch, capsys, "data", "regenerate", *arguments)
+    assert (code, err) == (0, "") and "0:00:00" not in out
+    assert out.splitlines()[-1].startswith("1 answered, 0 already there, 1 left out")
+
+
 def test_runs_are_listed_best_first(monkeypatch, capsys, tmp_path):
     for name, al in (("worse", 1.5), ("better", 2.25), ("unjudged", None)):
         (tmp_path / name / "draft").mkdir(parents=True)
