@@ -47,7 +47,7 @@ class ProgressDisplay:
     def note(self, text: str) -> None:
         """A line above the bar."""
         if self.enabled:
-            self._progress.console.print(text, highlight=False)
+            self._progress.console.print(text, highlight=False, soft_wrap=True)
 
     def start(self, step: int, total: int) -> None:
         self._progress.reset(self._task, completed=step, total=total, numbers="")

@@ -12,8 +12,9 @@ from spec import cli
 from spec.conversation import TRAINED, Settings, coloured, show
 from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
-from train.config import DataConfig
+from train.config import DataConfig, load_config
 from train.data import read_document
+from train.progress import ProgressDisplay
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,12 @@ def test_what_is_refused_leaves_one_line_and_no_progress(monkeypatch, capsys, tm
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     err = call(monkeypatch, capsys, *train, f"features.store={missing}")[2]
     assert "reading data" in err and "\x1b[2K" in err.split("reading data")[-1]
+
+
+def test_a_note_is_one_line_in_a_file(capsys):
+    with ProgressDisplay(load_config("demo"), enabled=True) as display:
+        display.note("word " * 40)
+    assert capsys.readouterr() == ("", "word " * 40 + "\n")
 
 
 def test_regenerate_shows_no_bar_without_a_terminal(monkeypatch, capsys, tmp_path, rows):
