@@ -18,8 +18,8 @@ from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 
-# A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled chains
-# of m3-tiny keep 1 to 2 % more tokens so, its default tree 0.6 %, a tree of 32 nodes 1 to 2 % fewer.
+# A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled
+# chains of m3-tiny keep 1 to 2 % more tokens so, its default tree 0.6 %, a tree of 32 nodes 1 to 2 % fewer.
 SURENESS = 1 / 0.85
 
 
