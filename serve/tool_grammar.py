@@ -26,15 +26,6 @@ _KEYWORDS = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_KEYWORDS = {
-    "string": {"pattern", "minLength", "maxLength", "format"},
-    "integer": set(_BOUNDS),
-    "number": set(_BOUNDS),
-    "boolean": set(),
-    "null": set(),
-    "array": {"items", "minItems", "maxItems"},
-    "object": {"properties", "required", "additionalProperties"},
-}
 _HOUR = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
 _FORMATS = {

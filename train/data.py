@@ -138,7 +138,8 @@ def _tokenise(row: RawRow, tokenizer: Tokenizer, config: DataConfig, dropped: Co
         ids, mask = tokenizer.render_training(messages, tools_of(raw), thinking_mode=mode)
     except UserError as error:
         # Without the number of the message: rows with the same fault are counted together.
-        dropped[f"that the chat format refuses ({re.sub(r'[[][0-9]+[]]', '', str(error))[:120]})"] += 1
+        reason = re.sub(r"\[[0-9]+\]", "", str(error))[:120]
+        dropped[f"that the chat format refuses ({reason})"] += 1
         return None
     mask = np.array(mask, bool)
     starts = mask & ~np.concatenate([[False], mask[:-1]])
