@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from target_model.config import M3Config, default_taps
 from target_model.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,35 @@ class DraftConfig:
     norm_before_residual: bool
     attention_bias: bool
     taps: tuple[int, ...]
+
+    @staticmethod
+    def for_target(target: M3Config, **changes: Any) -> "DraftConfig":
+        """In the published shape: the target's width, heads (as many KV heads) and vocabulary, an MLP three times as
+        wide; `changes` are other values by field.
+
+        Raises UserError without taps below 7 layers, where a target has no default ones.
+        """
+        heads = changes.get("num_heads", target.num_heads)
+        if "taps" not in changes:
+            changes["taps"] = default_taps(target.num_layers)
+        published = {
+            "hidden_size": target.hidden_size,
+            "target_hidden_size": target.hidden_size,
+            "intermediate_size": 3 * target.hidden_size,
+            "num_heads": heads,
+            "num_kv_heads": heads,
+            "head_dim": target.head_dim,
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": target.vocab_size,
+            "rope_theta": target.rope_theta,
+            "max_position": target.max_position,
+            "rms_norm_eps": target.rms_norm_eps,
+            "fc_norm": True,
+            "norm_output": True,
+            "norm_before_residual": False,
+            "attention_bias": False,
+        }
+        return DraftConfig(**{**published, **changes})
 
     def __post_init__(self) -> None:
         for name in (

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
-from target_model.config import M3Config, default_taps
+from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.model import TargetModel
 from train.config import DraftSettings
@@ -17,25 +17,12 @@ from train.data import TrainingRows
 
 def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
     """Sizes that the settings leave out follow the target; the MLP is three times as wide as the residual stream."""
-    heads = settings.num_heads or target.num_heads
-    return DraftConfig(
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        intermediate_size=settings.intermediate_size or 3 * target.hidden_size,
-        num_heads=heads,
-        num_kv_heads=settings.num_kv_heads or heads,
-        head_dim=settings.head_dim or target.head_dim,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=settings.draft_vocab_size or target.vocab_size,
-        rope_theta=target.rope_theta,
-        max_position=target.max_position,
-        rms_norm_eps=target.rms_norm_eps,
-        fc_norm=settings.fc_norm,
-        norm_output=settings.norm_output,
-        norm_before_residual=settings.norm_before_residual,
-        attention_bias=settings.attention_bias,
-        taps=tuple(settings.taps) if settings.taps is not None else default_taps(target.num_layers),
-    )
+    sizes = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "draft_vocab_size", "taps")
+    switches = ("fc_norm", "norm_output", "norm_before_residual", "attention_bias")
+    given = {name: getattr(settings, name) for name in (*sizes, *switches)}
+    if settings.taps is not None:
+        given["taps"] = tuple(settings.taps)
+    return DraftConfig.for_target(target, **{name: value for name, value in given.items() if value is not None})
 
 
 def choose_vocabulary(rows: TrainingRows, size: int, vocab_size: int) -> tuple[Tensor, float]:

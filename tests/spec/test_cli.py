@@ -6,21 +6,10 @@ import sys
 
 import pytest
 
-from spec import __version__, cli
+from spec import __version__
+from tests.commands import call
 
 HEAVY = "torch transformers deepspeed datasets wandb fastapi uvicorn matplotlib triton numpy".split()
-
-
-def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `spec ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["spec", *arguments])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.mark.parametrize(

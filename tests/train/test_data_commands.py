@@ -2,16 +2,15 @@
 
 import io
 import json
-import sys
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from spec import cli
 from spec.conversation import TRAINED, Settings, coloured, show
 from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
+from tests.commands import call
 from train.config import DataConfig, load_config
 from train.data import read_document
 from train.progress import ProgressDisplay
@@ -28,17 +27,6 @@ def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ({"messages": turns[:1]}, {"messages": turns})))
     return str(path)
-
-
-def call(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["spec", *arguments])
-    code = 0
-    try:
-        cli.main()
-    except SystemExit as stop:
-        code = stop.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_trained_tokens_are_coloured(tokenizer, rows):
