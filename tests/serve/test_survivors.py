@@ -65,6 +65,11 @@ def test_equal_noisy_values_give_the_lowest_id():
 
 def test_kept_noise_is_that_of_its_position():
     streams = [NoiseStream(11, 0), NoiseStream(11, 2)]
+    upcoming(streams, (5, 90), 3, VOCAB, "cpu")
+    drawn_before = streams[0].rows[7]
+    upcoming(streams, (7, 91), 2, VOCAB, "cpu")
+    assert streams[0].rows[7] is drawn_before, "a row that was not used is not drawn again"
+    streams = [NoiseStream(11, 0), NoiseStream(11, 2)]
     for positions, levels in (((5, 90), 3), ((6, 93), 4), ((6, 94), 2), ((40, 95), 1)):
         drawn = upcoming(streams, positions, levels, VOCAB, "cpu")
         for row, (stream, position) in enumerate(zip(streams, positions, strict=True)):
