@@ -54,7 +54,7 @@ class Eagle3Draft(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
+        return self.norm.weight.dtype  # the products' weights may be quantised
 
     @property
     def kv_shape(self) -> DraftKVShape:

@@ -43,10 +43,11 @@ class Drafter:
     def __init__(self, draft: Eagle3Draft, cache: PagedCache, chosen: ChosenBlocks | None = None):
         """With `chosen` the draft attends sparsely."""
         self.draft, self.cache, self.chosen = draft, cache, chosen
-        weight = draft.fc.weight
-        self._target_ids = draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=weight.device))
+        config, device = draft.config, cache.k.device
+        self._target_ids = draft.target_ids(torch.arange(config.draft_vocab_size, device=device))
         # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
-        self._page_taps = torch.zeros(cache.num_pages, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        taps = cache.num_pages, config.num_aux * config.target_hidden_size
+        self._page_taps = torch.zeros(taps, dtype=draft.dtype, device=device)
 
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
