@@ -195,6 +195,11 @@ def sample_tokens(
     return kernel(logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, seed_N, choice_N, position_N)
 
 
+def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
+    """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places."""
+    return _implementation("gumbel", ids_NK).gumbel_at(seed_N, choice_N, position_N, ids_NK)
+
+
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:
     """Moves the cache rows of accepted nodes behind the root, in every layer."""
     _implementation("commit_rows", k_LPBKD).commit_rows(k_LPBKD, v_LPBKD, index_SPBD, path_RM, batch)

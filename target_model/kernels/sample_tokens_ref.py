@@ -3,18 +3,7 @@
 import torch
 from torch import Tensor
 
-_MASK = 0xFFFFFFFF
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 on int64 tensors that hold 32-bit words."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((high >> 32) & _MASK) ^ c1 ^ k0, high & _MASK, ((low >> 32) & _MASK) ^ c3 ^ k1, low & _MASK
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
+from target_model.kernels.gumbel_ref import MASK, philox, to_gumbel
 
 
 def threshold(x_V: Tensor, top_k: int, top_p: float, min_p: float) -> float:
@@ -40,10 +29,10 @@ def sample_tokens(
     vocab = logits_NV.shape[1]
     word = torch.arange((vocab + 3) // 4, device=logits_NV.device)[None]
     counter = (word, position_N[:, None], choice_N[:, None], torch.zeros_like(word))
-    bits = torch.stack(philox(counter, (seed_N[:, None] & _MASK, (seed_N[:, None] >> 32) & _MASK)), -1).flatten(1)[
+    bits = torch.stack(philox(counter, (seed_N[:, None] & MASK, (seed_N[:, None] >> 32) & MASK)), -1).flatten(1)[
         :, :vocab
     ]
-    noise_NV = -torch.log(-torch.log(((bits >> 9).float() + 0.5) * 2.0**-23))
+    noise_NV = to_gumbel(bits)
     tokens = []
     for n, row in enumerate(logits_NV.float()):
         if temperature_N[n] == 0:

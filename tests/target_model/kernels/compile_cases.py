@@ -4,6 +4,7 @@ import torch
 
 from target_model.kernels import (
     commit_rows,
+    gumbel,
     linear_kl,
     moe,
     norm_rope,
@@ -112,6 +113,11 @@ def sample() -> None:
     )
 
 
+def noise() -> None:
+    ids = torch.ones(2, dtype=torch.int64)
+    gumbel.gumbel_at(ids, ids, ids, torch.ones(2, 64, dtype=torch.int64))
+
+
 def training_loss() -> None:
     state = empty(2, 32).requires_grad_()
     linear_kl.linear_kl(state, empty(200_064, 32), empty(2, 32), empty(200_064, 32), torch.ones(2))
@@ -129,6 +135,7 @@ CASES = {
     "row norms": row_norms,
     "commit": commit,
     "sample": sample,
+    "noise": noise,
     "training loss": training_loss,
     "microscaled": microscaled_experts,
     "experts 1": lambda: experts(1),

@@ -1,0 +1,67 @@
+"""Gumbel noise of chosen tokens.
+
+noise[n, k] = -log(-log(u)),  u = (bits >> 9 + 1/2) / 2^23,  bits = word id % 4 of Philox4x32-10 with the counter
+              (id // 4, position[n], choice[n], 0) and the key seed[n],  id = ids[n, k]
+N rows, K ids of a row. A program computes BLOCK ids of one row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from target_model.kernels.common import PDL, cdiv, launch_options, power_of_two, require_tensor
+
+
+@triton.jit
+def gumbel_of(bits):
+    """Standard Gumbel noise from 32 random bits."""
+    uniform = ((bits >> 9).to(tl.int32).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def noise_at(seed, choice, position, ids):
+    """Noise of the tokens `ids`, int32, of one row, whose seed, choice and position are scalars."""
+    same = ids * 0
+    w0, w1, w2, w3 = tl.philox(seed, ids >> 2, same + position.to(tl.int32), same + choice.to(tl.int32), same)
+    lane = ids & 3
+    return gumbel_of(tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3)))
+
+
+@triton.jit
+def gumbel_kernel(
+    seeds,  # int64 [N]
+    choices,  # int64 [N]
+    positions,  # int64 [N]
+    ids,  # int64 [N, K]
+    out,  # fp32 [N, K]
+    K,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(ids + n * K + k, mask=k < K, other=0).to(tl.int32)
+    noise = noise_at(tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n), token)
+    tl.store(out + n * K + k, noise, mask=k < K)
+
+
+def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
+    """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places.
+
+    All int64. `seed_N` holds 64 bits, `position_N` is that of the token to be chosen; ids are not negative.
+    """
+    rows, count = ids_NK.shape
+    require_tensor("ids", ids_NK, (None, None), (torch.int64,))
+    for name, x in (("seed", seed_N), ("choice", choice_N), ("position", position_N)):
+        require_tensor(name, x, (rows,), (torch.int64,))
+    noise_NK = torch.empty(rows, count, dtype=torch.float32, device=ids_NK.device)
+    block = min(256, power_of_two(count))
+    gumbel_kernel[(rows, cdiv(count, block))](
+        seed_N, choice_N, position_N, ids_NK, noise_NK, count, BLOCK=block, PDL=PDL, **launch_options(1, 1)
+    )
+    return noise_NK

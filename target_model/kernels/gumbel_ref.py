@@ -1,0 +1,54 @@
+"""Reference of `gumbel_at`, and the one definition of the random bits. Shapes: N rows, K ids of a row.
+
+The bits come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11); integer
+arithmetic gives the same ones on every device.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Words = Tensor | np.ndarray
+
+MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
+    """Philox4x32-10: four words of 32 random bits (in int64) from a counter of four words and a key of two, broadcast
+    together. Tensors or numpy arrays, all int64.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # int64 products wrap; the low 64 bits are still right, and the mask undoes the sign of the shift.
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & MASK) ^ c1 ^ k0,
+            product1 & MASK,
+            ((product0 >> 32) & MASK) ^ c3 ^ k1,
+            product0 & MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & MASK, (k1 + _WEYL[1]) & MASK
+    return c0, c1, c2, c3
+
+
+def to_uniform(bits: Tensor) -> Tensor:
+    """fp32 in (0, 1) from 32 random bits: 23 of them and a half are exact in fp32, so it is never 0 or 1."""
+    return ((bits >> 9).float() + 0.5) * 2.0**-23
+
+
+def to_gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise, fp32, from 32 random bits."""
+    return -torch.log(-torch.log(to_uniform(bits)))
+
+
+def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
+    """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places.
+
+    All int64. `seed_N` holds 64 bits, `position_N` is that of the token to be chosen; ids are not negative.
+    """
+    counter = (ids_NK >> 2, position_N[:, None], choice_N[:, None], torch.zeros_like(seed_N)[:, None])
+    words_NK4 = torch.stack(philox(counter, (seed_N[:, None] & MASK, (seed_N[:, None] >> 32) & MASK)), -1)
+    return to_gumbel(words_NK4.gather(-1, (ids_NK & 3)[:, :, None])[:, :, 0])
