@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from draft_model.model import Eagle3Draft
+from draft_model.quantised import stored_as
 from draft_model.resolve import ResolvedDraft
 from serve.engine import Engine
 from serve.lockstep import LeaderTarget
@@ -96,11 +98,16 @@ def _memory_plan(engine: Engine) -> list[str]:
     slots = engine.scheduler.allocator.total * engine.scheduler.page_size
     return [
         f"memory on {place}, {_type_name(target.dtype)}: target {_bytes(size(target))}, draft {_bytes(size(draft))}"
-        f"{'' if draft is None else ' (' + _type_name(draft.dtype) + ')'}, cache "
+        f"{'' if draft is None else ' (' + _draft_type(draft) + ')'}, cache "
         f"{_bytes(slots * cache.bytes_per_token())} ({slots} tokens of {_bytes(cache.bytes_per_token())}; KV "
         f"{_type_name(cache.k.dtype)}, index K {_type_name(cache.index_k.dtype)})",
         f"context: {usable_context(engine)} tokens a request, answer included",
     ]
+
+
+def _draft_type(draft: Eagle3Draft) -> str:
+    form = stored_as(draft)
+    return _type_name(draft.dtype) + ("" if form is None else f", products in {form.name}")
 
 
 def _type_name(dtype: torch.dtype) -> str:

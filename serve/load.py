@@ -9,6 +9,7 @@ import torch
 from draft_model.checkpoint import load_draft
 from draft_model.dummy import dummy_draft
 from draft_model.model import Eagle3Draft
+from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import ResolvedDraft, resolve_draft
 from serve.budget import CostTable
 from serve.description import Description, describe, sampling_defaults
@@ -34,11 +35,12 @@ class EngineOptions:
     """What to load, and how to serve it. None: the default of the engine, or of the machine.
 
     draft: None for plain decoding. device, dtype: bf16 on a GPU, fp32 on the CPU. draft_dtype: no answer depends on it,
-    as the draft only proposes; bf16 where the processor computes in it, else the target's. adaptive: a few seconds are
-    spent on measuring what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not
-    count. language_only: the vision tower stays on disk. tensor_parallel: processes that the target is split over (one
-    GPU each, on CUDA). dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the
-    bundled tokenizer. The others: see Engine.
+    as the draft only proposes; bf16 where the processor computes in it, else the target's. draft_weights: "mxfp8" or
+    "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
+    what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
+    the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
+    dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
+    others: see Engine.
     """
 
     target: str = "m3-tiny"
@@ -47,6 +49,7 @@ class EngineOptions:
     device: str | None = None
     dtype: torch.dtype | None = None
     draft_dtype: torch.dtype | None = None
+    draft_weights: str | None = None
     pages: int | None = None
     context: int | None = None
     prefill_tokens: int = 512
@@ -70,14 +73,17 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
     """
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
-    if options.draft is None and (options.draft_dtype is not None or options.draft_attention != "full"):
-        raise UserError("a type or an attention of the draft is given, but there is no draft")
+    form = draft_format(options.draft_weights)
+    if options.draft is None and (options.draft_dtype or form or options.draft_attention != "full"):
+        raise UserError("a type, weights or an attention of the draft are given, but there is no draft")
     resolved = resolve_target(options.target) if options.dummy is None else _dummy(options.target, options.dummy)
     tokenizer = load_tokenizer(resolved.path)
     chosen = _choose_draft(options.draft, resolved, options.dummy)
     model = _load(resolved, options, dtype, device)
     processor = _pictures(model, tokenizer, resolved.path)
     draft = _load_draft(options, chosen, resolved, model)
+    if form is not None:
+        quantise_draft(draft, form)
     engine = Engine(
         model,
         draft,

@@ -7,6 +7,7 @@ import torch
 
 from draft_model.checkpoint import load_draft
 from draft_model.model import Eagle3Draft
+from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import resolve_draft
 from serve.engine import Engine
 from serve.load import EngineOptions, check_pair, load_engine
@@ -75,24 +76,40 @@ def load_pair(
     *,
     dummy: DummyWeights | None = None,
     tensor_parallel: int = 1,
+    draft_weights: str | None = None,
 ) -> Pair:
-    """Loads by the names of the command line: fp32 on the CPU, bf16 on CUDA. `dummy`: random weights instead."""
+    """Loads by the names of the command line: fp32 on the CPU, bf16 on CUDA. `dummy`: random weights instead.
+    `draft_weights`: quantise the draft's products.
+    """
     place = choose_device(device)
-    engine, tokenizer, about = load_engine(
-        EngineOptions(target, draft, device=place, pages=MAX_SCRATCH, dummy=dummy, tensor_parallel=tensor_parallel)
+    options = EngineOptions(
+        target,
+        draft,
+        device=place,
+        pages=MAX_SCRATCH,
+        dummy=dummy,
+        tensor_parallel=tensor_parallel,
+        draft_weights=draft_weights,
     )
+    engine, tokenizer, about = load_engine(options)
     lines = about.lines[: 2 if tensor_parallel == 1 else 3]
     return Pair(engine.runner.target, engine.runner.drafter.draft, tokenizer, "\n".join(lines))
 
 
-def pairs_of(target: str, drafts: Sequence[str], device: str = "auto") -> dict[str, Pair]:
-    """One target with several drafts, by the drafts' names; the target is loaded once."""
-    first = load_pair(target, drafts[0], device)
+def pairs_of(
+    target: str, drafts: Sequence[str], device: str = "auto", draft_weights: str | None = None
+) -> dict[str, Pair]:
+    """One target with several drafts, by the drafts' names; the target is loaded once. `draft_weights`: quantise the
+    drafts' products.
+    """
+    first, form = load_pair(target, drafts[0], device, draft_weights=draft_weights), draft_format(draft_weights)
     pairs = {drafts[0]: first}
     for name in drafts[1:]:
         chosen = resolve_draft(name, resolve_target(target))
         draft = load_draft(chosen.path, first.draft.dtype, first.target.device, chosen.default_taps)
         check_pair(first.target, draft, chosen.path)
+        if form is not None:
+            quantise_draft(draft, form)
         about = first.description.splitlines()[0]
         pairs[name] = replace(first, draft=draft, description=f"{about}\n{chosen.why}")
     return pairs

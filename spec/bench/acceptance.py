@@ -48,6 +48,7 @@ class Settings:
     seed: int
     repeats: int
     device: str
+    draft_weights: str | None = None
 
     def conditions(self) -> list[Condition]:
         """Every combination of what is varied."""
@@ -142,7 +143,7 @@ def run(settings: Settings, outputs: Outputs) -> bool:
     if outputs.report is not None and outputs.report.exists() and not (outputs.report / "result.json").exists():
         raise UserError(f"{outputs.report} exists and holds no report: name a new directory")
     costs = None if outputs.costs is None else read_costs(outputs.costs)
-    pairs = pairs_of(settings.target, settings.drafts, settings.device)
+    pairs = pairs_of(settings.target, settings.drafts, settings.device, settings.draft_weights)
     for pair in pairs.values():
         console.print(pair.description)
     prompts = {suite.name: suite.prompts for suite in suites}

@@ -40,6 +40,7 @@ TOP_K = typer.Option(help="Above temperature 0; 0: off.")
 THINKING = typer.Option(help="off, on, or both.")
 CONCURRENCY = typer.Option(help="Requests at a time, comma separated: they start together, in groups.")
 REPEATS = typer.Option(min=1, help="Seeds for each sampled prompt.")
+DRAFT_WEIGHTS = typer.Option(help="mxfp8 or mxfp4: quantise what the drafts multiply with. Default: as in their files.")
 ANALYSE = typer.Option(
     "--analyse", help="Record what the draft proposes at every position: where it errs, what other trees bring."
 )
@@ -69,6 +70,7 @@ def acceptance(
     seed: Seed = 0,
     repeats: Annotated[int, REPEATS] = 1,
     device: Device = "auto",
+    draft_weights: Annotated[str | None, DRAFT_WEIGHTS] = None,
     analyse: Annotated[bool, ANALYSE] = False,
     costs: Annotated[Path | None, COSTS] = None,
     against: Annotated[str | None, AGAINST] = None,
@@ -101,6 +103,7 @@ def acceptance(
         seed=seed,
         repeats=repeats,
         device=device,
+        draft_weights=draft_weights,
     )
     same = benchmark.run(settings, benchmark.Outputs(json, report, analyse, costs))
     if against and not same:

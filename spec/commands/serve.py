@@ -28,6 +28,9 @@ DRAFT_DTYPE = typer.Option(
 DRAFT_ATTENTION = typer.Option(
     help="full; sparse, to the blocks the target's last sparse layer chose; or sparse:LAYER, another's."
 )
+DRAFT_WEIGHTS = typer.Option(
+    help="mxfp8 or mxfp4: quantise what the draft multiplies with; no answer depends on it. Default: as in its files."
+)
 CONTEXT = typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
 PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
 PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step.")
@@ -59,6 +62,7 @@ def serve(
     kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
     index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
     draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None,
+    draft_weights: Annotated[str | None, DRAFT_WEIGHTS] = None,
     draft_attention: Annotated[str, DRAFT_ATTENTION] = "full",
     dummy_weights: Dummy = None,
     layers: Layers = None,
@@ -89,7 +93,9 @@ def serve(
     if tree is not None and tree_file is not None:
         raise UserError("--tree and --tree-file exclude each other")
     if draft_name(draft) is None:
-        _refuse_draft_options(tree, tree_file, sampling, synthetic_acceptance_length, draft_dtype, draft_attention)
+        _refuse_draft_options(
+            tree, tree_file, sampling, synthetic_acceptance_length, draft_dtype, draft_weights, draft_attention
+        )
     shape = None if tree in (None, "adaptive") else TreeConfig.parse(tree)
     for name in (dtype, draft_dtype):
         if name is not None and name not in TYPES:
@@ -104,6 +110,7 @@ def serve(
         device=choose_device(device),
         dtype=None if dtype is None else getattr(torch, dtype),
         draft_dtype=None if draft_dtype is None else getattr(torch, draft_dtype),
+        draft_weights=draft_weights,
         draft_attention=draft_attention,
         kv_dtype=cache_dtype(kv_cache_dtype),
         index_dtype=cache_dtype(index_cache_dtype),
@@ -138,6 +145,7 @@ def _refuse_draft_options(
     sampling: str,
     synthetic_acceptance_length: float | None,
     draft_dtype: str | None,
+    draft_weights: str | None,
     draft_attention: str,
 ) -> None:
     """Without a draft these would be ignored."""
@@ -149,6 +157,7 @@ def _refuse_draft_options(
         "--sampling rejection": sampling == "rejection",
         "--synthetic-acceptance-length": synthetic_acceptance_length is not None,
         "--draft-dtype": draft_dtype is not None,
+        "--draft-weights": draft_weights is not None,
         "--draft-attention": draft_attention != "full",
     }
     for name, is_given in given.items():

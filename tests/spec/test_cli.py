@@ -54,6 +54,8 @@ def test_help_names_every_command(monkeypatch, capsys, command):
         (["serve", "--draft", "none", "--sampling", "rejection"], "--sampling rejection is about"),
         (["serve", "--draft", "none", "--synthetic-acceptance-length", "2"], "--synthetic-acceptance-length is about"),
         (["serve", "--draft", "none", "--draft-dtype", "float32"], "--draft-dtype is about"),
+        (["serve", "--draft", "none", "--draft-weights", "mxfp8"], "--draft-weights is about"),
+        (["serve", "--draft-weights", "nvfp4"], "unknown draft weights 'nvfp4'"),
         (["serve", "--draft", "none", "--draft-attention", "sparse"], "--draft-attention is about"),
         (["serve", "--device", "gpu"], "gpu"),
         (["serve", "--device", "cuda:99"], "cuda:99"),
