@@ -175,9 +175,17 @@ def linear_kl(
     return kernel(state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T)
 
 
-def kl_rows(student_CV: Tensor, teacher_CV: Tensor, weights_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+def kl_rows(
+    student_CV: Tensor, teacher_AV: Tensor, teacher_rows_C: Tensor, weights_C: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """KL, overlap and hits of rows of logits; the student's become their gradient. See linear_kl.py."""
-    return _implementation("linear_kl", student_CV).kl_rows(student_CV, teacher_CV, weights_C, gradient)
+    kernel = _implementation("linear_kl", student_CV).kl_rows
+    return kernel(student_CV, teacher_AV, teacher_rows_C, weights_C, gradient)
+
+
+def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:
+    """fp32 total + a.T @ b, in place; without a total the product alone."""
+    return _implementation("linear_kl", a_KM).add_product(total_MN, a_KM, b_KN)
 
 
 def sample_tokens(
@@ -198,6 +206,13 @@ def sample_tokens(
 def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
     """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places."""
     return _implementation("gumbel", ids_NK).gumbel_at(seed_N, choice_N, position_N, ids_NK)
+
+
+def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best k <= 64 entries of every row, [N, k] each: values in descending order and columns, ties to the lower
+    column; and log sum exp of the row, [N].
+    """
+    return _implementation("top_rows", x_NV).top_rows(x_NV, k)
 
 
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:

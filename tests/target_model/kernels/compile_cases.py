@@ -13,6 +13,7 @@ from target_model.kernels import (
     sample_tokens,
     select_blocks,
     sparse_attention,
+    top_rows,
     write_kv,
 )
 from tests.target_model.kernels.batches import causal_batch, tree_batch
@@ -118,6 +119,11 @@ def noise() -> None:
     gumbel.gumbel_at(ids, ids, ids, torch.ones(2, 64, dtype=torch.int64))
 
 
+def best_entries() -> None:
+    for k, dtype in ((4, BF16), (64, torch.float32)):
+        top_rows.top_rows(empty(2, 200_064, dtype=dtype), k)
+
+
 def training_loss() -> None:
     state = empty(2, 32).requires_grad_()
     linear_kl.linear_kl(state, empty(200_064, 32), empty(2, 32), empty(200_064, 32), torch.ones(2))
@@ -136,6 +142,7 @@ CASES = {
     "commit": commit,
     "sample": sample,
     "noise": noise,
+    "best entries": best_entries,
     "training loss": training_loss,
     "microscaled": microscaled_experts,
     "experts 1": lambda: experts(1),
