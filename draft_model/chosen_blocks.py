@@ -7,15 +7,18 @@ Guessed rows go by the list of the root they grow from, and see all of their gue
 T rows, J index heads of the target, K kv heads of the draft, N blocks the target chooses, B tokens in a block.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draft_model.config import DraftConfig
+from target_model.batch import Batch
+from target_model.cache import PagedCache
 from target_model.config import M3Config
 from target_model.errors import UserError
-from target_model.model import Recorder
+from target_model.model import Recorder, TargetModel, TargetOutput
 
 
 @dataclass(frozen=True)
@@ -81,3 +84,14 @@ class ChosenBlocks:
         lists = torch.nn.functional.pad(choice_TJN, (0, 1), value=-1)
         lists = lists.scatter(-1, end, torch.where(known, -1, own_T11))
         return lists.repeat_interleave(self.kv_heads // self.index_heads, dim=1)
+
+
+def run_target(
+    target: TargetModel, batch: Batch, cache: PagedCache, taps: Sequence[int], chosen: ChosenBlocks | None
+) -> tuple[TargetOutput, Tensor | None]:
+    """One pass, and the blocks that its rows chose, int32 [T, J, N], where a draft goes by them."""
+    if chosen is None:
+        return target(batch, cache, taps), None
+    recorder = chosen.recorder()
+    output = target(batch, cache, taps, recorder)
+    return output, chosen.recorded(recorder, batch.positions)

@@ -5,22 +5,19 @@ R sequences, W nodes of a depth that are expanded, C children considered per nod
 candidates in a pool.
 """
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
-from serve.request import SamplingParams, Sequence
-from serve.sampling import Row, Survivors, filtered, follow_grammars
+from serve.guesses import Guesses, RequestGuesses
+from serve.request import Sequence
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
-
-# A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled
-# chains of m3-tiny keep 1 to 2 % more tokens so, its default tree 0.6 %, a tree of 32 nodes 1 to 2 % fewer.
-SURENESS = 1 / 0.85
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,21 @@ class Pool:
     parent_RM: Tensor
 
 
+@dataclass(frozen=True)
+class Roots:
+    """Where trees grow from: the draft's state of each root [R, H], decided tokens int64 [R], levels that may be grown
+    int64 [R, 1], block table int32 [R, W], the blocks that the roots attend to int32 [R, K, N + 1] (None: all), and a
+    bound for the slots in use, guesses included.
+    """
+
+    state_RH: Tensor
+    length_R: Tensor
+    limit_R1: Tensor
+    table_RW: Tensor
+    blocks_RKN: Tensor | None
+    max_context: int
+
+
 class Drafter:
     """Proposes a tree for each sequence. The draft's row of the token at position t lies in slot t, guessed rows behind
     the decided ones.
@@ -44,18 +56,19 @@ class Drafter:
         """With `chosen` the draft attends sparsely."""
         self.draft, self.cache, self.chosen = draft, cache, chosen
         config, device = draft.config, cache.k.device
-        self._target_ids = draft.target_ids(torch.arange(config.draft_vocab_size, device=device))
-        # Taps of each page's last position: whoever continues behind a cached page needs them for its first row.
-        taps = cache.num_pages, config.num_aux * config.target_hidden_size
-        self._page_taps = torch.zeros(taps, dtype=draft.dtype, device=device)
+        self.target_ids = draft.target_ids(torch.arange(config.draft_vocab_size, device=device))
+        # Taps of each page's last position: whoever continues behind a cached page needs them for its first row. The
+        # entry behind those of the pages takes what is not to be kept.
+        taps = cache.num_pages + 1, config.num_aux * config.target_hidden_size
+        self.page_taps = torch.zeros(taps, dtype=draft.dtype, device=device)
 
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
         last_page = sequence.pages[sequence.computed // self.cache.page_size - 1]
-        sequence.taps = [self._page_taps[last_page][None]]
+        sequence.taps = [self.page_taps[last_page][None]]
         if self.chosen is not None:
             # Its keys do not depend on what the row attends to, and as it is never a root nobody reads its state.
-            sequence.choices = [self.chosen.nothing(self._page_taps.device)]
+            sequence.choices = [self.chosen.nothing(self.page_taps.device)]
 
     def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None) -> None:
         """Takes what the target left of newly decided positions."""
@@ -92,9 +105,9 @@ class Drafter:
         aux_TA = torch.cat(taps)
         if edges:
             pages, kept = zip(*edges, strict=True)
-            self._page_taps[list(pages)] = aux_TA[list(kept)].to(self._page_taps.dtype)
+            self.page_taps[list(pages)] = aux_TA[list(kept)].to(self.page_taps.dtype)
         tables = [sequence.pages for sequence, _ in rows]
-        batch = Batch.causal(size, self._page_taps.device, [tokens for _, tokens in rows], starts, tables)
+        batch = Batch.causal(size, self.page_taps.device, [tokens for _, tokens in rows], starts, tables)
         blocks_TKN = None if self.chosen is None else self.chosen.lists(torch.cat(choices), batch.positions)
         state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
         end = 0
@@ -109,32 +122,46 @@ class Drafter:
         """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth
         d.
         """
-        return self._select(sequences, shape, self.grow(sequences, limits, noise_RDV, shape))
+        return self._trees(sequences, shape, self.grow(sequences, limits, noise_RDV, shape))
+
+    def grow(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig) -> Pool:
+        """All candidates that `propose` chooses a tree from."""
+        self.follow(sequences)
+        guesses = RequestGuesses(self.draft, self.target_ids, sequences, noise_RDV)
+        return self.grow_from(self._roots(sequences, limits, shape), guesses, shape, min(shape.depth, max(limits)))
+
+    def _roots(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> Roots:
+        device, width = self.page_taps.device, max(len(sequence.pages) for sequence in sequences)
+        table = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        sparse = self.chosen is not None
+        return Roots(
+            torch.stack([sequence.root_state for sequence in sequences]),
+            torch.tensor(lengths, device=device),
+            torch.tensor(limits, device=device)[:, None],
+            torch.tensor(table, dtype=torch.int32, device=device),
+            torch.stack([sequence.root_blocks for sequence in sequences]) if sparse else None,
+            max(lengths) + max(shape.draft_rows, 1),
+        )
 
     def frontier(self, level: int, candidates: Pool, shape: TreeConfig) -> Tensor:
         """Which candidates of this depth are expanded, int64 [R, W]: the best, or those that a static tree names."""
         count, size = candidates.score_RM.shape
         if shape.paths:
-            return torch.tensor(shape.layout[level - 1][1], device=candidates.score_RM.device).expand(count, -1)
+            return _constant(shape.layout[level - 1][1], candidates.score_RM.device).expand(count, -1)
         return candidates.score_RM.topk(min(shape.width, size), dim=1).indices
 
-    def grow(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig) -> Pool:
-        """All candidates that `propose` chooses a tree from."""
-        depth = min(shape.depth, max(limits))
-        self.follow(sequences)
-        count, device = len(sequences), self._page_taps.device
-        limit_R1 = torch.tensor(limits, device=device)[:, None]
-        state_RWH = torch.stack([sequence.root_state for sequence in sequences])[:, None]
+    def grow_from(self, roots: Roots, guesses: Guesses, shape: TreeConfig, depth: int) -> Pool:
+        """All candidates of trees of `depth` levels. The rows of the roots must have been computed."""
+        count, device = roots.state_RH.shape[0], roots.state_RH.device
+        state_RWH = roots.state_RH[:, None]
         score_RW = torch.zeros(count, 1, device=device)
         parent_RW = torch.full((count, 1), -1, device=device)  # index in the pool
         mask_RW = torch.zeros(count, 1, dtype=torch.int64, device=device)  # visible guessed rows
-        # Guessed tokens down to each expanded node; nobody asks for them without a grammar.
-        paths = [[()]] * count if any(sequence.constraint for sequence in sequences) else None
         levels, pooled = [], 0
         for level in range(1, depth + 1):
-            noise_RV = None if noise_RDV is None else noise_RDV[:, level - 1]
-            token_RWC, chance_RWC = self._children(state_RWH, sequences, noise_RV, shape.width, paths)
-            score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > limit_R1, float("-inf"))
+            token_RWC, chance_RWC = guesses.children(level, state_RWH, shape.width)
+            score_RM = (score_RW[:, :, None] + chance_RWC).flatten(1).masked_fill(level > roots.limit_R1, float("-inf"))
             parent_RM = parent_RW[:, :, None].expand_as(token_RWC).flatten(1)
             candidates = Pool(token_RWC.flatten(1), score_RM, parent_RM)
             levels.append(candidates)
@@ -142,10 +169,10 @@ class Drafter:
                 best_RW = self.frontier(level, candidates, shape)
                 score_RW, token_RW = score_RM.gather(1, best_RW), candidates.token_RM.gather(1, best_RW)
                 origin_RW, parent_RW = best_RW // token_RWC.shape[2], pooled + best_RW
-                paths = _extended(paths, origin_RW, token_RW) if paths else None
+                guesses.descend(origin_RW, token_RW)
                 feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
                 mask_RW = mask_RW.gather(1, origin_RW)
-                state_RWH, mask_RW = self._expand(sequences, (level, shape.width), token_RW, feature_RWH, mask_RW)
+                state_RWH, mask_RW = self._expand(roots, (level, shape.width), token_RW, feature_RWH, mask_RW)
             pooled += score_RM.shape[1]
         return Pool(
             torch.cat([each.token_RM for each in levels], 1),
@@ -153,105 +180,44 @@ class Drafter:
             torch.cat([each.parent_RM for each in levels], 1),
         )
 
-    def _children(
-        self,
-        state_RWH: Tensor,
-        sequences: list[Sequence],
-        noise_RV: Tensor | None,
-        width: int,
-        paths: list[list[tuple[int, ...]]] | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The best `width` target tokens behind each node, and the log of their chance to be the target's choice: that
-        of a token that the grammar forbids is -inf.
-        """
-        values_RWK, ids_RWK, dead_RW1 = self.draft.logits(state_RWH), None, None
-        logits_RWV = values_RWK
-        if paths is not None:
-            rows = [Row(sequence, path) for sequence, own in zip(sequences, paths, strict=True) for path in own]
-            allowed_RWV = follow_grammars(values_RWK.flatten(0, 1), rows, self._target_ids).view_as(values_RWK)
-            # A draft with a smaller vocabulary may know none of the tokens that are allowed.
-            dead_RW1 = allowed_RWV.isneginf().all(-1, keepdim=True)
-            values_RWK = logits_RWV = torch.where(dead_RW1, values_RWK, allowed_RWV)
-        if noise_RV is not None:
-            values_RWK, ids_RWK = self._noisy(logits_RWV, sequences, noise_RV, width)
-        total_RW1 = values_RWK.logsumexp(-1, keepdim=True)
-        greedy = [sequence.params.greedy for sequence in sequences]
-        if noise_RV is not None and any(greedy):
-            # Of a greedy row only a few of the logits may be at hand.
-            total_RW1[greedy] = logits_RWV[greedy].logsumexp(-1, keepdim=True)
-        values_RWC, index_RWC = values_RWK.topk(min(width, values_RWK.shape[-1]), dim=-1)
-        chance_RWC = values_RWC - total_RW1
-        if dead_RW1 is not None:
-            chance_RWC = chance_RWC.masked_fill(dead_RW1, float("-inf"))
-        index_RWC = index_RWC if ids_RWK is None else ids_RWK.gather(-1, index_RWC)
-        return self._target_ids[index_RWC], chance_RWC.clamp(max=0)
-
-    def _noisy(
-        self, logits_RWV: Tensor, sequences: list[Sequence], noise_RV: Tensor, width: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """log q + noise of at least `width` entries of each node, and the draft's ids of these; None: of all in order.
-
-        The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap between
-        two of these values, the likelier their order is the same: their softmax serves as the chance.
-        """
-        nodes, greedy = logits_RWV.shape[1], [sequence.params.greedy for sequence in sequences]
-        rows = [Row(sequence, ()) for sequence in sequences for _ in range(nodes)]
-        sureness = torch.tensor([1.0 if row.sequence.params.greedy else SURENESS for row in rows])
-        logits_NV = logits_RWV.flatten(0, 1) * sureness.to(logits_RWV.device)[:, None]
-        # Greedy rows keep their best logits, as they are: a single surviving token would leave nothing to branch to.
-        unfiltered = SamplingParams(top_k=width)
-        params = [unfiltered if row.sequence.params.greedy else row.sequence.params for row in rows]
-        best = Survivors.of(logits_NV, params, split_ties=True)
-        if best is not None and best.ids_NK.shape[1] >= width:
-            noise_NV = noise_RV.repeat_interleave(nodes, 0)
-            noisy_NK = best.values_NK + noise_NV.gather(1, self._target_ids[best.ids_NK])
-            return noisy_NK.unflatten(0, (-1, nodes)), best.ids_NK.unflatten(0, (-1, nodes))
-        noise_RV = noise_RV[:, self._target_ids] if self.draft.config.pruned else noise_RV
-        noisy_RWV = filtered(logits_NV, rows).view_as(logits_RWV) + noise_RV[:, None]
-        if any(greedy):
-            noisy_RWV[greedy] = logits_RWV[greedy]
-        return noisy_RWV, None
-
     def _expand(
-        self, sequences: list[Sequence], place: tuple[int, int], token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
+        self, roots: Roots, place: tuple[int, int], token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Runs the draft on nodes of depth `level`, each depth having `room` slots (`place` is the two); returns their
         states and their masks of visible guessed rows.
         """
-        (level, room), width, device = place, token_RW.shape[1], self._page_taps.device
-        first = (level - 1) * room
-        mask_RW = mask_RW | (1 << torch.arange(first, first + width, device=device))
-        starts = [len(sequence.token_ids) for sequence in sequences]
-        batch = Batch.build(
+        (level, room), width = place, token_RW.shape[1]
+        row_W = torch.arange((level - 1) * room, (level - 1) * room + width, device=token_RW.device)
+        mask_RW = mask_RW | (1 << row_W)
+        length_R1 = roots.length_R[:, None]
+        batch = Batch.grid(
             self.cache.page_size,
-            device,
-            [[0] * width] * len(sequences),
-            starts,
-            [sequence.pages for sequence in sequences],
-            positions=[start - 1 + level for start in starts for _ in range(width)],
-            slots=[start + first + i for start in starts for i in range(width)],
-            ancestors=[],
+            token_RW,
+            (length_R1 - 1 + level).expand_as(token_RW),
+            length_R1 + row_W,
+            roots.length_R,
+            roots.table_RW,
+            mask_RW,
+            roots.max_context,
         )
-        batch = replace(batch, token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
-        blocks_TKN = None
-        if self.chosen is not None:
-            blocks_TKN = torch.stack([sequence.root_blocks for sequence in sequences]).repeat_interleave(width, 0)
+        blocks_TKN = None if roots.blocks_RKN is None else roots.blocks_RKN.repeat_interleave(width, 0)
         state_TH = self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft(), blocks_TKN)
         return state_TH.view_as(feature_RWH), mask_RW
 
-    def _select(self, sequences: list[Sequence], shape: TreeConfig, pool: Pool) -> list[Tree]:
-        """The best nodes of each pool, or those of a static tree. A child never scores above its parent and ties go to
-        the earlier entry, so parents come along.
+    def select(self, pool: Pool, shape: TreeConfig) -> Tensor:
+        """Places in the pool of the best nodes, or those of a static tree, int64 [R, K] in ascending order. A child
+        never scores above its parent and ties go to the earlier entry, so parents come along.
         """
-        score_RM = pool.score_RM
+        count, size = pool.score_RM.shape
         if shape.paths:
-            place_K = torch.tensor(_places(shape, score_RM.shape[1]), device=score_RM.device)
-            order_RK = place_K.expand(len(sequences), -1)
-        else:
-            keep = min(shape.nodes - 1, score_RM.shape[1])
-            order_RK = score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
+            return _constant(_places(shape, size), pool.score_RM.device).expand(count, -1)
+        keep = min(shape.nodes - 1, size)
+        return pool.score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
+
+    def _trees(self, sequences: list[Sequence], shape: TreeConfig, pool: Pool) -> list[Tree]:
+        order_RK = self.select(pool, shape)
         chosen = [order_RK, pool.token_RM.gather(1, order_RK), pool.parent_RM.gather(1, order_RK)]
-        live = (score_RM.gather(1, order_RK) > float("-inf")).tolist()
+        live = (pool.score_RM.gather(1, order_RK) > float("-inf")).tolist()
         trees = []
         for sequence, order, tokens, parents, alive in zip(sequences, *torch.stack(chosen).tolist(), live, strict=True):
             tree, place = Tree([sequence.token_ids[-1]], [-1]), {-1: 0}
@@ -264,15 +230,13 @@ class Drafter:
         return trees
 
 
-def _extended(paths: list[list[tuple[int, ...]]], origin_RW: Tensor, token_RW: Tensor) -> list[list[tuple[int, ...]]]:
-    """The paths to the nodes of the next depth: each continues that of its origin by its token."""
-    return [
-        [(*own[origin], token) for origin, token in zip(origins, tokens, strict=True)]
-        for own, origins, tokens in zip(paths, origin_RW.tolist(), token_RW.tolist(), strict=True)
-    ]
+@functools.cache
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 on the device, sent there once: while a graph is captured nothing can be."""
+    return torch.tensor(numbers, device=device)
 
 
-def _places(shape: TreeConfig, size: int) -> list[int]:
+def _places(shape: TreeConfig, size: int) -> tuple[int, ...]:
     """Where in a pool of `size` candidates the nodes of a static tree are, as far down as it was grown."""
     places, first, expanded = [], 0, 1
     for nodes, inner in shape.layout:
@@ -281,7 +245,7 @@ def _places(shape: TreeConfig, size: int) -> list[int]:
         places += [first + node for node in nodes]
         first += expanded * shape.width
         expanded = len(inner)
-    return places
+    return tuple(places)
 
 
 def _take(waiting: list[Tensor], count: int) -> tuple[Tensor, list[Tensor]]:

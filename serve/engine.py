@@ -61,7 +61,8 @@ class Engine:
     acceptance length to force, for benchmarks of the system; the text is then meaningless.
     kv_dtype, index_dtype: what the target's K and V, and its index K, are rounded to in the cache; by default the type
     of the weights. draft_attention: "full", or to the blocks that a layer of the target chose: "sparse" is its last
-    sparse layer, "sparse:LAYER" another, counted from 0.
+    sparse layer, "sparse:LAYER" another, counted from 0. device_step: steps wait for the device only once, and are CUDA
+    graphs there (device_step.py); by default on CUDA, not with rejection sampling.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Engine:
         kv_dtype: torch.dtype | None = None,
         index_dtype: torch.dtype | None = None,
         draft_attention: str = "full",
+        device_step: bool | None = None,
     ):
         if sampling not in ("coupled", "rejection"):
             raise UserError(f"sampling must be coupled or rejection, got {sampling!r}")
@@ -95,13 +97,19 @@ class Engine:
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
-        cache = target.make_cache(pages, draft=shape, kv_dtype=kv_dtype, index_dtype=index_dtype)
+        # The last page belongs to nobody: padded rows of a device step lie there.
+        cache = target.make_cache(pages + 1, draft=shape, kv_dtype=kv_dtype, index_dtype=index_dtype)
         chosen = ChosenBlocks.parse(draft_attention, target.whole, draft.config) if draft else None
         drafter = Drafter(draft, cache, chosen) if draft else None
         synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
         if synthetic and self.budget:
             raise UserError("a synthetic acceptance length needs a fixed tree, not an adaptive one")
-        self.runner = Runner(target, drafter, cache, rejection=sampling == "rejection", synthetic=synthetic)
+        rejection = sampling == "rejection"
+        if device_step and rejection:
+            raise UserError("rejection sampling needs the host in every step: device_step must be off")
+        if device_step is None:
+            device_step = target.device.type == "cuda" and not rejection
+        self.runner = Runner(target, drafter, cache, rejection=rejection, synthetic=synthetic, device_step=device_step)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()
         self.scheduler = Scheduler(limits, PageAllocator(pages), config.block_size, salt=salt, drafted=bool(draft))

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draft_model.chosen_blocks import run_target
+from serve.device_step import DeviceStep
 from serve.drafter import Drafter
 from serve.image_rows import ImageRows
 from serve.noise import uniform, upcoming
@@ -53,7 +55,8 @@ class Runner:
     """Runs the target, and the draft when there is one, over the shared cache.
 
     `rejection` replaces the noise that target and draft share (the default) by rejection sampling. `synthetic` decides
-    what is accepted instead of the target: for benchmarks only.
+    what is accepted instead of the target: for benchmarks only. `device_step`: steps stay on the device where the
+    requests allow it; the last page of the cache must then belong to nobody.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Runner:
         *,
         rejection: bool = False,
         synthetic: SyntheticAcceptance | None = None,
+        device_step: bool = False,
     ):
         self.target, self.drafter, self.cache = target, drafter, cache
         self.rejection, self.synthetic = rejection, synthetic
@@ -71,6 +75,10 @@ class Runner:
         self.device = cache.k.device
         self.image_rows = ImageRows(target.vision) if target.vision is not None else None
         self.clock = Clock()
+        self.device_step = None
+        if device_step:
+            graphs = self.device.type == "cuda"
+            self.device_step = DeviceStep(target, drafter, cache, graphs=graphs, synthetic=synthetic)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome | None]:
@@ -111,6 +119,8 @@ class Runner:
     @torch.inference_mode()
     def decode(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Outcome]:
         """One verify step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r."""
+        if self.device_step is not None and self.device_step.takes(sequences):
+            return self._decode_on_device(sequences, limits, shape)
         started = time.perf_counter()
         depth = min(shape.depth, max(limits)) if shape.nodes > 1 else 0
         noise_RDV = self._noise(sequences, depth + 1)
@@ -133,6 +143,19 @@ class Runner:
         self.clock.verify += verified - drafted
         share = (drafted - started) / len(sequences), (verified - drafted) / len(sequences)
         return [replace(outcome, seconds=share) for outcome in outcomes]
+
+    def _decode_on_device(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Outcome]:
+        decided = self.device_step.run(sequences, limits, shape)
+        if self.drafter:
+            self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
+        drafted, verified = self.device_step.seconds
+        self.clock.draft += drafted
+        self.clock.verify += verified
+        share = drafted / len(sequences), verified / len(sequences)
+        return [
+            Outcome(each.tokens, [*range(1, len(each.path) + 1), 0], None, each.tree, each.path, share)
+            for each in decided
+        ]
 
     def _verify(self, sequences: list[Sequence], trees: list[Tree], noise_RDV: Tensor | None):
         """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
@@ -169,13 +192,7 @@ class Runner:
         return outcomes, paths, output, choice_TJN
 
     def _run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor | None]:
-        """One pass, and the blocks that its rows chose, int32 [T, J, N], where the draft goes by them."""
-        chosen = self.drafter.chosen if self.drafter else None
-        if chosen is None:
-            return self.target(batch, self.cache, self.taps), None
-        recorder = chosen.recorder()
-        output = self.target(batch, self.cache, self.taps, recorder)
-        return output, chosen.recorded(recorder, batch.positions)
+        return run_target(self.target, batch, self.cache, self.taps, self.drafter.chosen if self.drafter else None)
 
     def _tree_batch(self, sequences: list[Sequence], trees: list[Tree], depths: list[list[int]]) -> Batch:
         tokens, starts = [tree.tokens for tree in trees], [sequence.computed for sequence in sequences]

@@ -35,14 +35,23 @@ class SyntheticAcceptance:
 
     def path(self, tree: Tree) -> list[int]:
         """Nodes to accept in the next step: the longest path of the tree, cut to the step's share."""
-        self._steps += 1
-        share = self._steps * (math.sqrt(5) - 1) / 2 % 1
         depths = tree.depths()
         node = max(range(len(tree)), key=depths.__getitem__)
         path = []
         while node:
             path.append(node)
             node = tree.parents[node]
-        wanted = self._owed + sum(share < position for position in self.per_position)
-        self._owed = max(0, wanted - len(path))
+        wanted = self.wanted()
+        self.settle(max(0, wanted - len(path)))
         return path[::-1][:wanted]
+
+    def wanted(self) -> int:
+        """Nodes that the next step is to keep, with what earlier ones owe."""
+        self._steps += 1
+        share = self._steps * (math.sqrt(5) - 1) / 2 % 1
+        owed, self._owed = self._owed, 0
+        return owed + sum(share < position for position in self.per_position)
+
+    def settle(self, missing: int) -> None:
+        """Tells how many of them a tree was not deep enough for."""
+        self._owed += missing

@@ -100,6 +100,37 @@ class Batch:
         )
 
     @staticmethod
+    def grid(
+        page_size: int,
+        token_ids_RN: Tensor,
+        positions_RN: Tensor,
+        slots_RN: Tensor,
+        committed_R: Tensor,
+        block_table_RW: Tensor,
+        ancestors_RN: Tensor | None,
+        max_context: int,
+    ) -> "Batch":
+        """R sequences of N rows each, from tensors that are where the batch is to be: nothing leaves the device.
+
+        Integers of any type; the table is int32. `max_context` may be more than there is, up to W * page_size.
+        """
+        sequences, rows = token_ids_RN.shape
+        page_RN = block_table_RW.gather(1, slots_RN.long() // page_size)
+        return Batch(
+            token_ids=token_ids_RN.flatten(),
+            positions=positions_RN.flatten(),
+            slots=slots_RN.flatten(),
+            physical_slots=(page_RN.long() * page_size + slots_RN % page_size).flatten(),
+            row_start=torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=token_ids_RN.device),
+            committed=committed_R.to(torch.int32),
+            block_table=block_table_RW,
+            ancestors=None if ancestors_RN is None else ancestors_RN.flatten(),
+            row_counts=(rows,) * sequences,
+            max_context=max_context,
+            page_size=page_size,
+        )
+
+    @staticmethod
     def tree(
         page_size: int,
         device: torch.device | str,

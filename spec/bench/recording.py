@@ -122,7 +122,7 @@ class Recorder(Drafter):
     def propose(
         self, sequences: list[Running], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig
     ) -> list[Tree]:
-        depth, device = self.shape.depth, self._page_taps.device
+        depth, device = self.shape.depth, self.page_taps.device
         places = [sequence.output_length for sequence in sequences]  # the root is the token before
         known = [
             self.answers[sequence.request.id][place : place + depth]

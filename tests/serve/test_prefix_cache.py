@@ -82,7 +82,7 @@ def test_the_draft_continues_with_the_taps_kept_with_the_page(target):
     states = []
     for each in (engine, broken):
         if each is broken:
-            each.runner.drafter._page_taps.zero_()
+            each.runner.drafter.page_taps.zero_()
         each.add(Request("r", prompt, SAMPLED))
         each.step()
         ((_, _, sequence),) = each.scheduler.running

@@ -1,0 +1,158 @@
+"""What the draft expects behind the nodes of a growing tree: the tokens, and the chance that the target chooses them.
+
+Two ways: from the requests on the host, with grammars and any filter, and from tensors alone, which a CUDA graph can
+hold. R sequences, W nodes of a depth that are expanded, C children considered per node, K candidates that filters and
+noise are applied to, V the draft's vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draft_model.model import Eagle3Draft
+from serve.request import SamplingParams, Sequence
+from serve.sampling import Row, Survivors, filtered, follow_grammars
+from target_model.kernels import ops
+
+# A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled
+# chains of m3-tiny keep 1 to 2 % more tokens so, its default tree 0.6 %, a tree of 32 nodes 1 to 2 % fewer.
+SURENESS = 1 / 0.85
+# Entries of a row that filters and noise are applied to on the device: of a larger top-k only so many.
+CANDIDATES = 64
+
+
+class Guesses(Protocol):
+    """Where a growing tree's children come from."""
+
+    def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The best `width` target tokens behind each expanded node of depth level - 1, int64 [R, W, C], and the log of
+        their chance to be the target's choice, -inf where a token is not allowed.
+        """
+
+    def descend(self, origin_RW: Tensor, token_RW: Tensor) -> None:
+        """The nodes expanded next: each carries a token and continues one of those expanded before."""
+
+
+class RequestGuesses:
+    """From the requests themselves, on the host. `noise_RDV` [r, d] is that of the token behind a node of depth d."""
+
+    def __init__(self, draft: Eagle3Draft, target_ids: Tensor, sequences: list[Sequence], noise_RDV: Tensor | None):
+        self.draft, self.target_ids, self.sequences, self.noise_RDV = draft, target_ids, sequences, noise_RDV
+        # Guessed tokens down to each expanded node; nobody asks for them without a grammar.
+        bound = any(sequence.constraint for sequence in sequences)
+        self.paths: list[list[tuple[int, ...]]] | None = [[()]] * len(sequences) if bound else None
+
+    def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        sequences, values_RWK, ids_RWK, dead_RW1 = self.sequences, self.draft.logits(state_RWH), None, None
+        logits_RWV = values_RWK
+        if self.paths is not None:
+            rows = [Row(sequence, path) for sequence, own in zip(sequences, self.paths, strict=True) for path in own]
+            allowed_RWV = follow_grammars(values_RWK.flatten(0, 1), rows, self.target_ids).view_as(values_RWK)
+            # A draft with a smaller vocabulary may know none of the tokens that are allowed.
+            dead_RW1 = allowed_RWV.isneginf().all(-1, keepdim=True)
+            values_RWK = logits_RWV = torch.where(dead_RW1, values_RWK, allowed_RWV)
+        if self.noise_RDV is not None:
+            values_RWK, ids_RWK = self._noisy(logits_RWV, self.noise_RDV[:, level - 1], width)
+        total_RW1 = values_RWK.logsumexp(-1, keepdim=True)
+        greedy = [sequence.params.greedy for sequence in sequences]
+        if self.noise_RDV is not None and any(greedy):
+            # Of a greedy row only a few of the logits may be at hand.
+            total_RW1[greedy] = logits_RWV[greedy].logsumexp(-1, keepdim=True)
+        values_RWC, index_RWC = values_RWK.topk(min(width, values_RWK.shape[-1]), dim=-1)
+        chance_RWC = values_RWC - total_RW1
+        if dead_RW1 is not None:
+            chance_RWC = chance_RWC.masked_fill(dead_RW1, float("-inf"))
+        index_RWC = index_RWC if ids_RWK is None else ids_RWK.gather(-1, index_RWC)
+        return self.target_ids[index_RWC], chance_RWC.clamp(max=0)
+
+    def descend(self, origin_RW: Tensor, token_RW: Tensor) -> None:
+        if self.paths is not None:
+            self.paths = [
+                [(*own[origin], token) for origin, token in zip(origins, tokens, strict=True)]
+                for own, origins, tokens in zip(self.paths, origin_RW.tolist(), token_RW.tolist(), strict=True)
+            ]
+
+    def _noisy(self, logits_RWV: Tensor, noise_RV: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+        """log q + noise of at least `width` entries of each node, and the draft's ids of these; None: of all in order.
+
+        The target will pick the argmax of log p + noise and the draft knows log q + noise. The larger the gap between
+        two of these values, the likelier their order is the same: their softmax serves as the chance.
+        """
+        nodes, greedy = logits_RWV.shape[1], [sequence.params.greedy for sequence in self.sequences]
+        rows = [Row(sequence, ()) for sequence in self.sequences for _ in range(nodes)]
+        sureness = torch.tensor([1.0 if row.sequence.params.greedy else SURENESS for row in rows])
+        logits_NV = logits_RWV.flatten(0, 1) * sureness.to(logits_RWV.device)[:, None]
+        # Greedy rows keep their best logits, as they are: a single surviving token would leave nothing to branch to.
+        unfiltered = SamplingParams(top_k=width)
+        params = [unfiltered if row.sequence.params.greedy else row.sequence.params for row in rows]
+        best = Survivors.of(logits_NV, params, split_ties=True)
+        if best is not None and best.ids_NK.shape[1] >= width:
+            noise_NV = noise_RV.repeat_interleave(nodes, 0)
+            noisy_NK = best.values_NK + noise_NV.gather(1, self.target_ids[best.ids_NK])
+            return noisy_NK.unflatten(0, (-1, nodes)), best.ids_NK.unflatten(0, (-1, nodes))
+        noise_RV = noise_RV[:, self.target_ids] if self.draft.config.pruned else noise_RV
+        noisy_RWV = filtered(logits_NV, rows).view_as(logits_RWV) + noise_RV[:, None]
+        if any(greedy):
+            noisy_RWV[greedy] = logits_RWV[greedy]
+        return noisy_RWV, None
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How each sequence's tokens are chosen, as tensors [R]: fp32 temperature (0: greedy), top_p and min_p; int32 top_k
+    (0: off); int64 seed (64 bits), choice index, and position of the first token behind the decided ones.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
+
+
+class DeviceGuesses:
+    """From tensors alone: every operation has a fixed shape and none waits for the device. `sampled`: some row is not
+    greedy. Of the filters' survivors only the `CANDIDATES` best of a row are looked at.
+    """
+
+    def __init__(self, draft: Eagle3Draft, target_ids: Tensor, rows: RowSettings, sampled: bool):
+        self.draft, self.target_ids, self.rows, self.sampled = draft, target_ids, rows, sampled
+
+    def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        logits_RWV = self.draft.logits(state_RWH)
+        vocab = logits_RWV.shape[-1]
+        count = min(max(width, CANDIDATES) if self.sampled else width, vocab)
+        values_NK, ids_NK, total_N = ops.top_rows(logits_RWV.flatten(0, 1), count)
+        values_RWK, ids_RWK = values_NK.view(*state_RWH.shape[:2], -1), ids_NK.view(*state_RWH.shape[:2], -1)
+        total_RW1 = total_N.view(state_RWH.shape[:2])[..., None]
+        if self.sampled:
+            noisy_RWK = self._noisy(level, values_RWK, ids_RWK)
+            greedy_R11 = (self.rows.temperature == 0)[:, None, None]
+            total_RW1 = torch.where(greedy_R11, total_RW1, noisy_RWK.logsumexp(-1, keepdim=True))
+            values_RWK, place_RWK = torch.where(greedy_R11, values_RWK, noisy_RWK).topk(min(width, count), dim=-1)
+            ids_RWK = ids_RWK.gather(-1, place_RWK)
+        return self.target_ids[ids_RWK], (values_RWK - total_RW1).clamp(max=0)
+
+    def descend(self, origin_RW: Tensor, token_RW: Tensor) -> None:
+        """Nothing here depends on the path."""
+
+    def _noisy(self, level: int, values_RWK: Tensor, ids_RWK: Tensor) -> Tensor:
+        """Scaled, filtered logits plus the noise of each entry; see RequestGuesses._noisy."""
+        rows, nodes = self.rows, values_RWK.shape[1]
+
+        def each(row_R: Tensor) -> Tensor:
+            return row_R[:, None, None]
+
+        scaled_RWK = values_RWK * SURENESS / each(rows.temperature.clamp(min=1e-6))
+        rank_K = torch.arange(values_RWK.shape[-1], device=values_RWK.device)
+        scaled_RWK = scaled_RWK.masked_fill((each(rows.top_k) > 0) & (rank_K >= each(rows.top_k)), float("-inf"))
+        chance_RWK = scaled_RWK.softmax(-1)
+        kept_RWK = chance_RWK.cumsum(-1) - chance_RWK < each(rows.top_p)
+        kept_RWK &= chance_RWK >= each(rows.min_p) * chance_RWK[..., :1]
+        keys = [row_R.repeat_interleave(nodes) for row_R in (rows.seed, rows.choice, rows.position + level - 1)]
+        noise_NK = ops.gumbel_at(*keys, self.target_ids[ids_RWK].flatten(0, 1))
+        return (scaled_RWK + noise_NK.view_as(scaled_RWK)).masked_fill(~kept_RWK, float("-inf"))

@@ -1,0 +1,189 @@
+"""What a device step reads and leaves, in memory whose place never changes: a captured graph knows only addresses.
+
+R sequences, W pages, N nodes, A = taps * target hidden, H draft hidden, J index heads, K heads of the draft.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve.drafter import Drafter
+from serve.guesses import RowSettings
+from serve.request import Sequence
+from serve.tree import TreeConfig
+from target_model.batch import MAX_SCRATCH, signed64
+from target_model.cache import PagedCache
+
+Mark = torch.cuda.Event | float
+
+# Columns of what the host sends for each sequence.
+_INTEGERS = ("root", "length", "limit", "wanted", "top_k", "seed", "choice")
+_FLOATS = ("temperature", "top_p", "min_p")
+# A padded sequence: one decided token, greedy, nothing to draft.
+_NOTHING = (0, 1, 0, 0, 0, 0, 0), (0.0, 1.0, 0.0)
+# Kept nodes; F tokens, D path, and N tokens, parents and live flags.
+_RESULT = 1 + 2 * (MAX_SCRATCH + 1) + 3 * MAX_SCRATCH
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a captured step is made for: sequences and pages padded, a shape, and whether any sequence is sampled."""
+
+    sequences: int
+    pages: int
+    shape: TreeConfig
+    sampled: bool
+
+    @staticmethod
+    def of(sequences: int, pages: int, shape: TreeConfig, sampled: bool, *, padded: bool) -> "Size":
+        """The smallest size that these fit in; as they are unless `padded`."""
+        if not padded:
+            return Size(sequences, pages, shape, sampled)
+        step = 1 if sequences <= 4 else 4 if sequences <= 32 else 16
+        return Size(-(-sequences // step) * step, 1 << max(pages - 1, 7).bit_length(), shape, sampled)
+
+    @property
+    def depth(self) -> int:
+        return self.shape.depth if self.shape.nodes > 1 else 0
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of every tree, the root and those that are not live included."""
+        if self.shape.paths:
+            return self.shape.nodes
+        return min(self.shape.nodes, 1 + self.shape.width + (self.depth - 1) * self.shape.width**2)
+
+
+class StepBuffers:
+    """The buffers of one number of sequences and pages, and their copies on the host.
+
+    The host sends `integers`, `floats` and the block table; a draft leaves `token_RN`, `parent_RN` and `live_RN`, a
+    verification `result`, the draft's state of the next roots, or (without a tree) what the target left.
+    """
+
+    def __init__(self, sequences: int, pages: int, cache: PagedCache, drafter: Drafter | None):
+        self.device = device = cache.k.device
+        self._cuda, self._spare = device.type == "cuda", cache.num_pages - 1
+
+        def pair(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+            host = torch.zeros(shape, dtype=dtype, pin_memory=self._cuda)
+            return host, torch.zeros(shape, dtype=dtype, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(sequences, *shape, dtype=dtype, device=device)
+
+        self._host_integers, self._integers = pair(sequences, len(_INTEGERS), dtype=torch.int64)
+        self._host_floats, self._floats = pair(sequences, len(_FLOATS), dtype=torch.float32)
+        self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
+        self._host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
+        # The block tables on the host: whose list each row holds, and how much of it.
+        self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
+        self.token_RN, self.parent_RN = zeros(MAX_SCRATCH), zeros(MAX_SCRATCH)
+        self.live_RN = zeros(MAX_SCRATCH, dtype=torch.bool)
+        self.live_RN[:, 0] = True
+        self.state_RH = self.blocks_RKN = self.left_RA = self.choice_RJN = None
+        if drafter is not None:
+            config, chosen = drafter.draft.config, drafter.chosen
+            self.state_RH = zeros(config.hidden_size, dtype=drafter.draft.dtype)
+            self.left_RA = zeros(config.num_aux * config.target_hidden_size, dtype=drafter.draft.dtype)
+            if chosen is not None:
+                self.blocks_RKN = zeros(chosen.kv_heads, chosen.top_k + 1, dtype=torch.int32)
+                self.choice_RJN = zeros(chosen.index_heads, chosen.top_k, dtype=torch.int32)
+            self._states = list(self.state_RH)
+
+    @property
+    def root_R(self) -> Tensor:
+        return self._integers[:, 0]
+
+    @property
+    def limit_R(self) -> Tensor:
+        return self._integers[:, 2]
+
+    @property
+    def wanted_R(self) -> Tensor:
+        return self._integers[:, 3]
+
+    def settings(self) -> RowSettings:
+        """How the sequences' tokens are chosen."""
+        _, length_R, _, _, top_k_R, seed_R, choice_R = self._integers.unbind(1)
+        temperature_R, top_p_R, min_p_R = self._floats.unbind(1)
+        return RowSettings(temperature_R, top_p_R, min_p_R, top_k_R.int(), seed_R, choice_R, length_R)
+
+    def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> None:
+        """Sends what this step needs to know of its sequences."""
+        integers, floats = [], []
+        for r, sequence in enumerate(sequences):
+            params, length = sequence.params, len(sequence.token_ids)
+            seed = signed64(sequence.seed % 2**64)
+            keep = 0 if wanted is None else wanted[r]
+            choice = sequence.request.choice_index
+            integers.append((sequence.token_ids[-1], length, limits[r], keep, params.top_k, seed, choice))
+            floats.append((params.temperature, params.top_p, params.min_p))
+        padding = len(self._written) - len(sequences)
+        self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding))
+        self._host_floats.copy_(torch.tensor(floats + [_NOTHING[1]] * padding))
+        self._integers.copy_(self._host_integers, non_blocking=True)
+        self._floats.copy_(self._host_floats, non_blocking=True)
+        if self._write_table([sequence.pages for sequence in sequences]):
+            self.table_RW.copy_(self._host_table, non_blocking=True)
+        if drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False)):
+            self.state_RH[: len(sequences)] = torch.stack([sequence.root_state for sequence in sequences])
+            if self.blocks_RKN is not None:
+                self.blocks_RKN[: len(sequences)] = torch.stack([sequence.root_blocks for sequence in sequences])
+
+    def _write_table(self, tables: list[list[int]]) -> bool:
+        """Brings the host's copy up to date; whether anything changed. A list of pages only ever grows."""
+        changed = False
+        for r, (pages, written) in enumerate(self._written):
+            table = tables[r] if r < len(tables) else None
+            if pages is table and (table is None or written == len(table)) and (table is not None or written):
+                continue
+            changed = True
+            if table is None:
+                self._host_table[r] = self._spare
+                self._written[r] = (None, 1)
+            else:
+                first = written if pages is table else 0
+                self._host_table[r, first : len(table)] = torch.tensor(table[first:], dtype=torch.int32)
+                self._written[r] = (table, len(table))
+        return changed
+
+    def leave(self, aux_RA: Tensor, choice_RJN: Tensor | None) -> None:
+        """Keeps what the target left of a step without a tree."""
+        self.left_RA.copy_(aux_RA)
+        if choice_RJN is not None:
+            self.choice_RJN.copy_(choice_RJN)
+
+    def keep(self, parts: list[Tensor]) -> None:
+        """Keeps the result, [R, columns] each, for `fetch`."""
+        result = torch.cat(parts, 1)
+        self._result[:, : result.shape[1]] = result
+
+    def fetch(self, sequences: int) -> list[list[int]]:
+        """Waits for the step and returns its result, row by row."""
+        self._host_result.copy_(self._result, non_blocking=True)
+        if self._cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+        return self._host_result[:sequences].tolist()
+
+    def hand_over(self, sequences: list[Sequence]) -> None:
+        """The draft has followed: the next trees grow from here."""
+        for r, sequence in enumerate(sequences):
+            sequence.root_state = self._states[r]
+            sequence.root_blocks = None if self.blocks_RKN is None else self.blocks_RKN[r]
+            sequence.draft_end = sequence.computed + 1
+
+    def mark(self) -> Mark:
+        """A point in the device's time."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def between(first: Mark, second: Mark) -> float:
+        """Seconds, of marks that have been passed."""
+        return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
