@@ -30,6 +30,14 @@ def noise_at(seed, choice, position, ids):
 
 
 @triton.jit
+def noise_tile(seed, choice, position, words):
+    """Noise of all tokens of these words, [4 * words], each computed once for the four of them."""
+    same = words * 0
+    w0, w1, w2, w3 = tl.philox(seed, words, same + position.to(tl.int32), same + choice.to(tl.int32), same)
+    return gumbel_of(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * words.shape[0]]))
+
+
+@triton.jit
 def gumbel_kernel(
     seeds,  # int64 [N]
     choices,  # int64 [N]

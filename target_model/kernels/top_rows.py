@@ -2,8 +2,8 @@
 
 values[n] are x[n, :] in descending order, ids[n] their columns; ties: lower column. lse[n] = log sum_v exp(x[n, v])
 N rows, V columns, S chunks of them. A program of `chunk_kernel` keeps the best K of one chunk, one of `merge_kernel`
-the best K of one row's S * K. The K-th largest value comes from a bisection on the bits of the floats, between the largest
-value and the smallest of the maxima of at least K groups; nothing is sorted but the last K. No K above 64.
+the best K of one row's S * K. The K-th largest value comes from a bisection on the bits of the floats, between the
+largest value and the smallest of the maxima of at least K groups; nothing is sorted but the last K. No K above 64.
 """
 
 import torch
@@ -32,9 +32,9 @@ def unordered(key):
 
 @triton.jit
 def largest_key(key, k, GROUPS: tl.constexpr):
-    """The largest number that at least k of the keys reach; k is at most GROUPS."""
+    """The largest number that at least k of the keys reach, NOTHING if there is none."""
     best = tl.max(tl.reshape(key, [key.shape[0] // GROUPS, GROUPS]), 0)
-    low, high, found = tl.min(best, 0), tl.max(best, 0) + 1, k - 1
+    low, high, found = tl.where(k <= GROUPS, tl.min(best, 0), NOTHING), tl.max(best, 0) + 1, k - 1
     while (found != k) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)
         count = tl.sum((key >= middle).to(tl.int32), 0)
