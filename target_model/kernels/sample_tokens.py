@@ -26,6 +26,7 @@ from target_model.kernels.sample_tokens_filters import find_in_row, find_thresho
 from target_model.kernels.top_rows import NOTHING, largest_key, ordered, places, sum_of_exponentials, unordered
 
 CHUNK, PIECE, CANDIDATES = 4096, 64, 64
+WARPS = 8
 DECIDED = tl.constexpr(float("inf"))  # threshold of a row that `decide_kernel` has finished
 NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -217,17 +218,17 @@ def sample_tokens(
     )
     candidates_kernel[(rows, splits)](
         logits_NV, *filters, *noise, *found, vocab,
-        CHUNK=chunk, PIECE=PIECE, K=CANDIDATES, PDL=PDL, **launch_options(8, 1),
+        CHUNK=chunk, PIECE=PIECE, K=CANDIDATES, PDL=PDL, **launch_options(WARPS, 1),
     )  # fmt: skip
     thresholds, best, arrived = new(rows, dtype=torch.float32), new(rows, dtype=torch.int64), new(rows)
     chosen_N = new(rows, dtype=torch.int64)
     decide_kernel[(rows,)](
         logits_NV, *filters, *noise, *found, thresholds, best, arrived, chosen_N, vocab, splits,
         SPLITS=power_of_two(splits), WIDTH=power_of_two(splits * CANDIDATES), K=CANDIDATES, BLOCK=chunk, PDL=PDL,
-        **launch_options(8, 1),
+        **launch_options(WARPS, 1),
     )  # fmt: skip
     rest_kernel[(rows, splits)](
         logits_NV, temperature_N, thresholds, *noise, best, arrived, chosen_N, vocab,
-        CHUNK=chunk, PDL=PDL, **launch_options(8, 1),
+        CHUNK=chunk, PDL=PDL, **launch_options(WARPS, 1),
     )  # fmt: skip
     return chosen_N

@@ -14,6 +14,7 @@ from torch import Tensor
 from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require, require_tensor
 
 CHUNK, MOST = 4096, 64
+CHUNK_WARPS, MERGE_WARPS = 8, 8
 NOTHING = tl.constexpr(-(2**31))  # key of a column outside the row: below that of -inf
 
 
@@ -159,13 +160,23 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     keys, columns = (new(rows, splits, k, dtype=torch.int32) for _ in range(2))
     maxima, sums = new(rows, splits), new(rows, splits)
     chunk_kernel[(rows, splits)](
-        x_NV, keys, columns, maxima, sums, vocab, CHUNK=chunk, GROUPS=groups, K=k, PDL=PDL, **launch_options(4, 1)
+        x_NV,
+        keys,
+        columns,
+        maxima,
+        sums,
+        vocab,
+        CHUNK=chunk,
+        GROUPS=groups,
+        K=k,
+        PDL=PDL,
+        **launch_options(CHUNK_WARPS, 1),
     )
     kept_keys, kept_columns = (new(rows, k, dtype=torch.int32) for _ in range(2))
     values, ids, lse = new(rows, k), new(rows, k, dtype=torch.int64), new(rows)
     merge_kernel[(rows,)](
         keys, columns, maxima, sums, kept_keys, kept_columns, values, ids, lse, splits,
         SPLITS=power_of_two(splits), WIDTH=power_of_two(splits * k), GROUPS=groups, K=k, BLOCK=groups, PDL=PDL,
-        **launch_options(4, 1),
+        **launch_options(MERGE_WARPS, 1),
     )  # fmt: skip
     return values, ids, lse
