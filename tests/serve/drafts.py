@@ -8,7 +8,7 @@ from torch import nn
 
 from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
-from serve.drafter import Drafter
+from serve.drafter import Drafter, Pool
 from serve.engine import Engine
 from serve.request import Completion, Request, SamplingParams, Sequence, Update
 from serve.tree import Tree, TreeConfig
@@ -64,10 +64,27 @@ class ScriptedDrafter(Drafter):
     ):
         super().__init__(drafter.draft, drafter.cache)
         self.script, self.hit, self.rank = script, hit, rank
+        self._asked: list[Sequence] = []
 
     def propose(self, sequences, limits, noise_RDV, shape):
         super().propose(sequences, limits, noise_RDV, shape)  # its guessed rows must do no harm
         return [self._tree(sequence, limit, shape) for sequence, limit in zip(sequences, limits, strict=True)]
+
+    def follow(self, sequences):
+        super().follow(sequences)
+        self._asked = sequences
+
+    def grow_from(self, roots, guesses, shape, depth):
+        """For a device step: all nodes of the scripted trees, padded with candidates that are not allowed."""
+        pool = super().grow_from(roots, guesses, shape, depth)
+        trees = [
+            self._tree(s, limit, shape) for s, limit in zip(self._asked, roots.limit_R1[:, 0].tolist(), strict=True)
+        ]
+        room = pool.token_RM.shape[1]
+        tokens = [tree.tokens[1:] + [0] * (room + 1 - len(tree)) for tree in trees]
+        parents = [[p - 1 for p in tree.parents[1:]] + [-1] * (room + 1 - len(tree)) for tree in trees]
+        scores = [[-0.01 * n for n in range(1, len(tree))] + [float("-inf")] * (room + 1 - len(tree)) for tree in trees]
+        return Pool(torch.tensor(tokens), torch.tensor(scores), torch.tensor(parents))
 
     def _tree(self, sequence: Sequence, limit: int, shape: TreeConfig) -> Tree:
         coming, vocab = self.script(sequence), self.draft.config.vocab_size
@@ -116,8 +133,15 @@ def scripted_engine(
             < agreement
         )
 
-    engine.runner.drafter = ScriptedDrafter(engine.runner.drafter, script, hit, rank)
+    use_drafter(engine, ScriptedDrafter(engine.runner.drafter, script, hit, rank))
     return engine
+
+
+def use_drafter(engine: Engine, drafter: Drafter) -> None:
+    """Puts another drafter in the place of the engine's own."""
+    engine.runner.drafter = drafter
+    if engine.runner.device_step is not None:
+        engine.runner.device_step.drafter = drafter
 
 
 def prompts(lengths: Iterable[int], seed: int = 3, vocab: int = 300) -> list[list[int]]:

@@ -1,0 +1,168 @@
+"""Steps that stay on the device decide the same tokens as plain decoding and as the general step. Here they run
+operation by operation; on a GPU the same operations are captured (test_gpu.py).
+"""
+
+import random
+
+import pytest
+import torch
+
+from serve.engine import Engine
+from serve.request import Request, SamplingParams
+from serve.tree import TreeConfig
+from target_model.errors import UserError
+from tests.fixtures import random_target
+from tests.serve.drafts import drive, mean_length, plain, prompts, random_draft, scripted_engine
+
+STATIC = TreeConfig.static([(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 0, 0), (2, 0, 1)])
+TREES = [TreeConfig(3, 1, 4), TreeConfig(3, 2, 6), TreeConfig(4, 4, 16), TreeConfig(5, 3, 32), STATIC]
+LENGTHS = [1, 7, 8, 9, 60]
+GREEDY = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=20, seed=11, max_tokens=36, ignore_eos=True)
+UNFILTERED = SamplingParams(temperature=1.3, min_p=0.02, seed=11, max_tokens=36, ignore_eos=True)
+PARAMS = {"greedy": GREEDY, "sampled": SAMPLED, "unfiltered": UNFILTERED}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_target(seed=0)
+
+
+@pytest.fixture(scope="module")
+def answers(target):
+    return {name: plain(target, params, prompts(LENGTHS)) for name, params in PARAMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "agreement", "rank"),
+    [("greedy", 1.0, 0), ("greedy", 0.55, 0), ("greedy", 1.0, 1), ("greedy", 0.0, 0), ("sampled", 0.7, 0),
+     ("unfiltered", 0.7, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_equals_plain_decoding(target, answers, tree, name, agreement, rank):
+    params = PARAMS[name]
+    engine = scripted_engine(target, answers[name], tree, agreement=agreement, rank=rank, device_step=True)
+    requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts(LENGTHS))]
+    done = drive(engine, requests, {"1": 2, "3": 9}, {"4": 9})
+    for request in requests[:4]:
+        assert done[request.id].token_ids == answers[name][tuple(request.prompt_ids)]
+    length = mean_length(done.values())
+    if agreement == 1.0 and rank < tree.width:
+        assert length > (3 if rank == 0 else 1.4)
+    assert engine.stats()["accepted_tokens"] > 0 or agreement == 0 or rank >= tree.width
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [None, *TREES], ids=str)
+def test_grows_the_same_trees_as_the_general_step(target, tree, params):
+    """Same nodes drafted, same nodes kept, request by request, with a real (untrained) draft in fp32."""
+    seen = []
+    for device_step in (False, True):
+        engine = Engine(target, random_draft(target) if tree else None, tree, device_step=device_step)
+        requests = [Request(str(i), prompt, params) for i, prompt in enumerate(prompts(LENGTHS))]
+        done = drive(engine, requests, {"1": 2, "3": 9})
+        seen.append({name: (each.token_ids, each.steps, each.accepted_from_draft) for name, each in done.items()})
+    assert seen[0] == seen[1]
+
+
+def test_greedy_and_sampled_and_general_requests_together(target, answers):
+    """A request that asks for log-probabilities or penalties takes the whole batch the general way while it runs."""
+    wishes = [GREEDY, SAMPLED, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2), UNFILTERED]
+    wishes.append(SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.3, ignore_eos=True))
+    wishes.append(SamplingParams(temperature=0, max_tokens=30, min_tokens=20, seed=2))
+    batch = [prompts(LENGTHS)[i % 5] for i in range(6)]
+    pairs = list(zip(batch, wishes, strict=True))
+    expected = [Engine(target).generate([prompt], wish)[0].token_ids for prompt, wish in pairs]
+    engine = Engine(target, random_draft(target), TreeConfig(4, 4, 16), device_step=True)
+    requests = [Request(str(i), prompt, wish) for i, (prompt, wish) in enumerate(pairs)]
+    done = drive(engine, requests, {"2": 6, "4": 15, "5": 3})
+    assert [done[str(i)].token_ids for i in range(6)] == expected
+
+
+def test_preemption(target, answers):
+    engine = scripted_engine(target, answers["greedy"], TreeConfig(3, 2, 6), agreement=0.5, pages=24, device_step=True)
+    completions = engine.generate(prompts(LENGTHS), GREEDY)
+    assert engine.scheduler.preemptions > 0
+    assert [c.token_ids for c in completions] == [answers["greedy"][tuple(p)] for p in prompts(LENGTHS)]
+
+
+def test_ends_exactly_at_the_context_limit(target):
+    prompt = prompts([250])[0]
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    (expected,) = Engine(target).generate([prompt], params)
+    engine = scripted_engine(target, {tuple(prompt): expected.token_ids}, TreeConfig(5, 3, 32), device_step=True)
+    (completion,) = engine.generate([prompt], params)
+    assert completion.token_ids == expected.token_ids and completion.finish_reason == "length"
+
+
+def test_padding_changes_nothing(target, answers, monkeypatch):
+    """As captured steps are: more rows and pages than there are sequences and pages."""
+    from serve import step_buffers
+
+    monkeypatch.setattr(
+        step_buffers.Size,
+        "of",
+        staticmethod(lambda n, pages, shape, sampled, padded: step_buffers.Size(n + 3, 2 * pages + 5, shape, sampled)),
+    )
+    engine = Engine(target, random_draft(target), TreeConfig(4, 4, 16), device_step=True)
+    completions = engine.generate(prompts(LENGTHS), [GREEDY, SAMPLED, UNFILTERED, GREEDY, SAMPLED])
+    wanted = ["greedy", "sampled", "unfiltered", "greedy", "sampled"]
+    assert [c.token_ids for c in completions] == [
+        answers[name][tuple(p)] for name, p in zip(wanted, prompts(LENGTHS), strict=True)
+    ]
+    spare = engine.runner.cache.num_pages - 1
+    assert engine.scheduler.allocator.total == spare  # nobody is ever given the page that padding writes to
+
+
+def test_the_cache_after_steps_equals_a_fresh_prefill(target, answers):
+    prompt = prompts(LENGTHS)[4]
+    engine = scripted_engine(target, answers["greedy"], TreeConfig(4, 4, 16), agreement=0.7, device_step=True)
+    engine.add(Request("a", prompt, GREEDY))
+    for _ in range(9):
+        engine.step()
+    ((_, _, sequence),) = engine.scheduler.running
+    fresh = Engine(target, random_draft(target), TreeConfig(4, 4, 16), device_step=False)
+    fresh.add(Request("b", sequence.token_ids[:-1], GREEDY))
+    fresh.step()
+    ((_, _, other),) = fresh.scheduler.running
+    whole = sequence.computed // 8
+
+    def rows(runner, pages, pool):
+        return pool(runner.cache)[..., pages[:whole], :, :, :].float()
+
+    for pool in (lambda c: c.k, lambda c: c.v, lambda c: c.draft_k, lambda c: c.index_k[..., None, :]):
+        ours, theirs = rows(engine.runner, sequence.pages, pool), rows(fresh.runner, other.pages, pool)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_synthetic_acceptance(target):
+    for length in (1.0, 2.83, 4.0):
+        runs = []
+        for device_step in (False, True):
+            engine = Engine(
+                target, random_draft(target), TreeConfig(4, 2, 12), synthetic_acceptance=length, device_step=device_step
+            )
+            engine.generate(prompts([9]), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+            runs.append(engine.stats())
+        assert runs[0]["accepted_histogram"] == runs[1]["accepted_histogram"]
+        assert runs[1]["acceptance_length"] == pytest.approx(length, abs=0.1)
+
+
+def test_sparse_draft_attention_and_pruned_vocabulary(target):
+    wish = SamplingParams(temperature=1.0, top_k=20, seed=5, max_tokens=60, ignore_eos=True)
+    batch = prompts([90, 9])
+    expected = [Engine(target).generate([prompt], wish)[0].token_ids for prompt in batch]
+    draft = random_draft(target, draft_vocab_size=100)
+    draft.d2t = torch.tensor(sorted(random.Random(0).sample(range(300), 100))) - torch.arange(100)
+    steps = []
+    for device_step in (False, True):
+        engine = Engine(target, draft, TreeConfig(4, 3, 12), draft_attention="sparse", device_step=device_step)
+        completions = engine.generate(batch, wish)
+        assert [c.token_ids for c in completions] == expected
+        steps.append([c.steps for c in completions])
+    assert steps[0] == steps[1]
+
+
+def test_refuses_rejection_sampling(target):
+    with pytest.raises(UserError, match="device_step"):
+        Engine(target, random_draft(target), sampling="rejection", device_step=True)
