@@ -93,7 +93,6 @@ def flash_attention(
     chosen blocks the other implementation.
     """
     groups = q_RSQD.shape[2] // k0_RSKD.shape[2]
-    heads_first = [x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k0_RSKD, v0_RSKD)]
     mask = None
     if packed:
         if q_RSQD.is_cuda:
@@ -101,12 +100,8 @@ def flash_attention(
                 "ttt.attention: flash does not mask packed documents on CUDA; use explicit or data.packing=false"
             )
         mask = torch.zeros((), dtype=q_RSQD.dtype).masked_fill(~visible_keys(documents_RS), float("-inf"))
-    q_RQSD = q_RSQD.transpose(1, 2)
-    if own_k:
-        columns = [_columns(x, groups) for x in (own_k, own_v)]
-    else:
-        columns = [q_RQSD.new_empty(*q_RQSD.shape[:3], 0, q_RQSD.shape[-1])] * 2
-    return _FlashWithColumns.apply(q_RQSD, *heads_first, *columns, mask, scale).transpose(1, 2)
+    k0, v0 = (x if groups == 1 else x.repeat_interleave(groups, 2) for x in (k0_RSKD, v0_RSKD))
+    return _FlashWithColumns.apply(q_RSQD, k0, v0, mask, scale, *own_k, *own_v)
 
 
 class _FlashWithColumns(torch.autograd.Function):
@@ -114,39 +109,63 @@ class _FlashWithColumns(torch.autograd.Function):
 
     With the merged output O and log-sum-exp L, the gradient of the part over the step-0 keys is the usual flash
     backward evaluated at (O, L): ds = exp(s - L) * (dO . v - dO . O). So PyTorch's backward kernel is called with the
-    merged O and L.
+    merged O and L. The column's keys are never put side by side: a copy of them for every step would be most of a long
+    row's memory.
     """
 
     @staticmethod
-    def forward(ctx, q, k0, v0, own_k, own_v, mask, scale):
-        part, lse0, state = _flash_forward(q, k0, v0, mask, scale)
-        if own_k.shape[-2] == 0:
-            out, lse = part, lse0
-        else:
-            own = (own_k.float() @ q.float()[..., None])[..., 0] * scale
-            lse = torch.logaddexp(lse0, own.logsumexp(-1))
-            weights = (own - lse[..., None]).exp()
-            out = part.float() * (lse0 - lse).exp()[..., None] + (weights[..., None, :] @ own_v.float())[..., 0, :]
-            out = out.to(q.dtype)
-        ctx.save_for_backward(q, k0, v0, own_k, own_v, out, lse, *(x for x in (mask,) if x is not None))
+    def forward(ctx, q, k0, v0, mask, scale, *own):
+        part, lse, state = _flash_forward(*_heads_first(q, k0, v0), mask, scale)
+        out = part.transpose(1, 2)
+        own_k, own_v = own[: len(own) // 2], own[len(own) // 2 :]
+        if own:
+            wide = _by_group(q, own_k[0]).float()
+            own_lse = torch.stack([_dot(wide, k) * scale for k in own_k], dim=-1)
+            part_lse = _by_group(lse.transpose(1, 2), own_k[0])
+            lse_RSKG = torch.logaddexp(part_lse, own_lse.logsumexp(-1))
+            merged = _by_group(out, own_k[0]).float().mul_((part_lse - lse_RSKG).exp()[..., None])
+            for score, v in zip(own_lse.unbind(-1), own_v, strict=True):
+                merged.addcmul_((score - lse_RSKG).exp()[..., None], v[:, :, :, None])
+            out, lse = merged.flatten(2, 3).to(q.dtype), lse_RSKG.flatten(2, 3).transpose(1, 2).contiguous()
+        ctx.save_for_backward(q, k0, v0, out, lse, *own, *(x for x in (mask,) if x is not None))
         ctx.state, ctx.scale, ctx.masked = state, scale, mask is not None
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k0, v0, own_k, own_v, out, lse, *rest = ctx.saved_tensors
-        mask = rest[0] if ctx.masked else None
-        dq, dk0, dv0 = _flash_backward(grad_out, q, k0, v0, out, lse, mask, ctx.state, ctx.scale)
-        if own_k.shape[-2] == 0:
-            return dq, dk0, dv0, None, None, None, None
-        grad = grad_out.float()
-        weights = ((own_k.float() @ q.float()[..., None])[..., 0] * ctx.scale - lse[..., None]).exp()
-        d_own_v = weights[..., None] * grad[..., None, :]
-        d_weights = (own_v.float() @ grad[..., None])[..., 0]
-        d_scores = weights * (d_weights - (grad * out.float()).sum(-1, keepdim=True)) * ctx.scale
-        dq = dq + (d_scores[..., None, :] @ own_k.float())[..., 0, :].to(dq.dtype)
-        d_own_k = d_scores[..., None] * q.float()[..., None, :]
-        return dq, dk0, dv0, d_own_k.to(own_k.dtype), d_own_v.to(own_v.dtype), None, None
+        q, k0, v0, out, lse, *own = ctx.saved_tensors
+        mask = own.pop() if ctx.masked else None
+        heads_first = _heads_first(grad_out, q, k0, v0, out)
+        grads = _flash_backward(*heads_first, lse, mask, ctx.state, ctx.scale)
+        dq, dk0, dv0 = (x.transpose(1, 2) for x in grads)
+        if not own:
+            return dq, dk0, dv0, None, None
+        own_k, own_v = own[: len(own) // 2], own[len(own) // 2 :]
+        wide, grad, total = (_by_group(x, own_k[0]).float() for x in (q, grad_out, dq))
+        lse_RSKG = _by_group(lse.transpose(1, 2), own_k[0])
+        expected = _dot(grad, _by_group(out, own_k[0]))
+        own_dk, own_dv = [], []
+        for k, v in zip(own_k, own_v, strict=True):
+            weight = (_dot(wide, k) * ctx.scale - lse_RSKG).exp()
+            d_score = (weight * (_dot(grad, v) - expected) * ctx.scale)[..., None]
+            own_dk.append((d_score * wide).sum(3).to(k.dtype))
+            own_dv.append((weight[..., None] * grad).sum(3).to(v.dtype))
+            total.addcmul_(d_score, k[:, :, :, None])
+        return total.flatten(2, 3).to(q.dtype), dk0, dv0, None, None, *own_dk, *own_dv
+
+
+def _heads_first(*tensors_RSQD: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors_RSQD]
+
+
+def _by_group(x: Tensor, own_k: Tensor) -> Tensor:
+    """[R, S, Q, ...] as [R, S, K, G, ...]: G query heads share a kv head."""
+    return x.unflatten(2, (own_k.shape[2], -1))
+
+
+def _dot(a_RSKGD: Tensor, b: Tensor) -> Tensor:
+    """fp32 [R, S, K, G] products with b [R, S, K, D] or [R, S, K, G, D]."""
+    return (a_RSKGD * (b if b.ndim == 5 else b[:, :, :, None])).sum(-1)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float):

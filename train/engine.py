@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import socket
+import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -96,6 +97,8 @@ def processes(device: torch.device) -> Iterator[tuple[int, int]]:
         # torch do their work. Assigned whole, as reading it would first try out a compiler on each of them.
         vars(deepspeed.ops)["__compatible_ops__"] = defaultdict(bool)
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
+    # `resolve_device` has set the device of this process. DeepSpeed tells torch of it only where there are several.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     try:
         yield torch.distributed.get_rank(), torch.distributed.get_world_size()
         # Not after an error: the other ranks may never get here.
@@ -164,6 +167,8 @@ class DraftEngine:
             betas=tuple(config.optimizer.betas),
             eps=config.optimizer.eps,
             weight_decay=config.optimizer.weight_decay,
+            # One pass over weights and moments instead of ten; also where they are offloaded to the host.
+            fused=trained[0].is_cuda,
         )
         self.draft_config, self.dtype, self.teacher = draft.config, dtype, teacher
         self.engine, *_ = deepspeed.initialize(

@@ -1,11 +1,12 @@
 """Loss of all TTT steps against the target's distribution, in chunks: logits of [tokens, vocabulary] never exist.
 
-R rows, S tokens, T = R * S flattened, H hidden, V draft vocabulary, W target vocabulary, C rows of a chunk.
-Row p of step k predicts x[p + 2 + k], for which the target's distribution comes from its final state at p + 1 + k. So
-the states of all steps that share a label share one teacher distribution: a chunk of positions needs one teacher
-product for all steps.
+R rows, S tokens, T = R * S flattened, H hidden, V draft vocabulary, W target vocabulary; C rows of a chunk, A labels of
+it. Row p of step k predicts x[p + 2 + k], for which the target's distribution comes from its final state at p + 1 + k.
+So the states of all steps that share a label share one teacher distribution. A chunk is the rows of all steps whose
+labels lie in one range: one teacher product, one student product, one pass over the head's gradient.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,74 +140,93 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx, plan: _Plan, head_VH: Tensor, *states_MH: Tensor) -> Tensor:
         ctx.need_head, ctx.need_states = ctx.needs_input_grad[1], any(ctx.needs_input_grad[2:])
         grads = [torch.zeros_like(state) for state in states_MH] if ctx.need_states else []
-        head_grad = torch.zeros_like(head_VH, dtype=torch.float32) if ctx.need_head else None
+        head_grad = torch.zeros_like(head_VH, dtype=torch.float32) if not len(plan.rows[0]) else None
         hits = torch.zeros(len(states_MH), len(plan.valid_steps_T), dtype=torch.bool, device=head_VH.device)
         sums = torch.zeros(2, len(states_MH), dtype=torch.float64, device=head_VH.device)
         fused = plan.settings.kind == "kl" and plan.teacher.kept_ids is None
         measure = _fused_rows if fused else _rows
-        # Beside both logits in their own precision, the general form holds several copies in fp32.
-        widest = max(head_VH.shape[0], plan.teacher.head_WH.shape[0]) * (1 if fused else 4)
-        for chunk in plan.rows[0].split(max(1, plan.settings.chunk_elements // widest)):
-            final = plan.final_state_TH[chunk + 1]
+        for chunk in _chunks(plan, head_VH, fused):
+            final = plan.final_state_TH[chunk.labels]
             teacher = (plan.teacher.logits(final),) if fused else plan.teacher.distribution(final)
-            for step, state_MH in enumerate(states_MH):
-                places, picked = _rows_of_step(plan, chunk, step)
-                state = state_MH[places]
-                row_loss, alpha, hit, grad = measure(
-                    torch.nn.functional.linear(state, head_VH),
-                    [part if part is None or picked is None else part[picked] for part in teacher],
-                    plan,
-                    plan.weights[step],
-                    ctx.need_head or ctx.need_states,
-                )
-                hits[step, plan.rows[step][places]] = hit
-                sums[0, step] += row_loss.sum(dtype=torch.float64)
-                if alpha is not None:
-                    sums[1, step] += alpha.sum(dtype=torch.float64)
-                if grad is not None:
-                    if ctx.need_states:
-                        grads[step][places] = grad @ head_VH
-                    if ctx.need_head:
-                        head_grad += grad.T @ state
+            state = torch.cat([state[part] for state, part in zip(states_MH, chunk.parts, strict=True)])
+            logits = torch.nn.functional.linear(state, head_VH)
+            row_loss, alpha, hit, grad = measure(logits, teacher, chunk, plan, ctx.need_head or ctx.need_states)
+            del logits, teacher
+            counts = [part.stop - part.start for part in chunk.parts]
+            for measured, total in ((row_loss, sums[0]), (alpha, sums[1])):
+                if measured is not None:
+                    total += torch.stack([part.sum(dtype=torch.float64) for part in measured.split(counts)])
+            for step, (part, rows) in enumerate(zip(hit.split(counts), chunk.parts, strict=True)):
+                hits[step, plan.rows[step][rows]] = part
+            if ctx.need_states:
+                for whole, part, rows in zip(grads, (grad @ head_VH).split(counts), chunk.parts, strict=True):
+                    whole[rows] = part
+            if ctx.need_head:
+                head_grad = ops.add_product(head_grad, grad, state)
         plan.sums = _step_sums(plan.valid_steps_T, hits, sums)
-        ctx.save_for_backward(*([head_grad.to(head_VH.dtype)] if ctx.need_head else []), *grads)
+        ctx.save_for_backward(*([head_grad] if ctx.need_head else []), *grads)
+        ctx.head_dtype = head_VH.dtype
         return (sums[0].float() * plan.weights).sum()
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
-        saved = [grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        head = saved.pop(0) if ctx.need_head else None
-        return None, head, *(saved if ctx.need_states else [None] * (len(ctx.needs_input_grad) - 2))
+        saved, head = list(ctx.saved_tensors), None
+        if ctx.need_head:
+            total = saved.pop(0)
+            # Scaled and rounded in one pass: a second copy in fp32 would be as large as the gradient itself.
+            head = torch.mul(total, grad_loss, out=torch.empty_like(total, dtype=ctx.head_dtype))
+        states = [grad * grad_loss.to(grad.dtype) for grad in saved]
+        return None, head, *(states if ctx.need_states else [None] * (len(ctx.needs_input_grad) - 2))
 
 
-def _rows_of_step(plan: _Plan, chunk: Tensor, step: int) -> tuple[Tensor, Tensor | None]:
-    """Places, in the states of `step`, of the rows with the labels of the chunk's anchors; which anchors (None: all).
-
-    An anchor is a row a that counts at step 0; row a - step at `step` has the same label x[a + 2].
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows of all steps whose labels lie in one range. labels: places in the flat states of the A labels' positions;
+    parts: a range of each step's rows; label_rows: which of the A labels each row has, int64 [C]; weights fp32 [C].
     """
-    if step == 0:
-        return torch.searchsorted(plan.rows[0], chunk), None
-    rows = chunk - step
-    picked = ((plan.valid_steps_T[rows.clamp(min=0)] > step) & (rows >= 0)).nonzero()[:, 0]
-    return torch.searchsorted(plan.rows[step], rows[picked]), picked
+
+    labels: Tensor
+    parts: list[slice]
+    label_rows: Tensor
+    weights: Tensor
+
+
+def _chunks(plan: _Plan, head_VH: Tensor, fused: bool) -> Iterator[_Chunk]:
+    """Row a that counts at step 0 has the label x[a + 2], and so has row a - step at `step`. Rows ascend, and so do
+    their labels: those of a range of labels are a range.
+    """
+    first, steps = plan.rows[0], len(plan.rows)
+    # Logits of a label: the teacher's and those of every step. The general form holds several copies in fp32.
+    width = (1 + steps) * max(head_VH.shape[0], plan.teacher.head_WH.shape[0]) * (1 if fused else 4)
+    size = max(1, plan.settings.chunk_elements // width)
+    starts = list(range(0, len(first), size))
+    edges = torch.tensor([*starts, len(first)], device=first.device)
+    labels = [torch.searchsorted(first, rows + step) for step, rows in enumerate(plan.rows)]
+    bounds = torch.stack([torch.searchsorted(places, edges) for places in labels]).tolist()
+    for number, start in enumerate(starts):
+        parts = [slice(*bound[number : number + 2]) for bound in bounds]
+        label_rows = torch.cat([places[part] for places, part in zip(labels, parts, strict=True)]) - start
+        weights = [weight.expand(part.stop - part.start) for weight, part in zip(plan.weights, parts, strict=True)]
+        yield _Chunk(first[start : start + size] + 1, parts, label_rows, torch.cat(weights))
 
 
 def _fused_rows(
-    logits_CV: Tensor, teacher: list[Tensor], plan: _Plan, weight: Tensor, need_grad: bool
+    logits_CV: Tensor, teacher: tuple[Tensor], chunk: _Chunk, plan: _Plan, need_grad: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """As `_rows`, for the plain KL over the whole vocabulary: on CUDA one kernel, and the gradient takes the place of
     the logits.
     """
-    kl, alpha, hits = ops.kl_rows(logits_CV, teacher[0], weight.expand(len(logits_CV)).contiguous(), need_grad)
+    kl, alpha, hits = ops.kl_rows(logits_CV, teacher[0], chunk.label_rows, chunk.weights, need_grad)
     return kl, alpha, hits.bool(), logits_CV if need_grad else None
 
 
 def _rows(
-    logits_CV: Tensor, teacher: list[Tensor | None], plan: _Plan, weight: Tensor, need_grad: bool
+    logits_CV: Tensor, teacher: tuple[Tensor | None, ...], chunk: _Chunk, plan: _Plan, need_grad: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """(loss [C], alpha [C] or None, hit [C], weight * d loss / d logits [C, V] or None)."""
-    *measured, grad = _row_losses(logits_CV, *teacher, plan.teacher.kept_ids, plan.settings, need_grad)
-    return *measured, None if grad is None else (grad * weight).to(logits_CV.dtype)
+    picked = [part if part is None else part[chunk.label_rows] for part in teacher]
+    *measured, grad = _row_losses(logits_CV, *picked, plan.teacher.kept_ids, plan.settings, need_grad)
+    return *measured, None if grad is None else (grad * chunk.weights[:, None]).to(logits_CV.dtype)
 
 
 def _row_losses(

@@ -133,7 +133,7 @@ def measure_plain(config: DraftConfig, features: Features, settings: Settings, d
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     return _timed("plain", step, config, features, settings, device)
 
@@ -163,7 +163,7 @@ def _train_config(settings: Settings, features: Features, device: torch.device) 
             "data": {"path": "random", "sequence_length": length},
             "ttt": {"steps": settings.ttt_steps},
             "schedule": {"steps": 1},
-            "loss": {"chunk_elements": 1 << 29},
+            "loss": {"chunk_elements": 1 << 31},
             "engine": {
                 "device": device.type,
                 "micro_batch": 1,

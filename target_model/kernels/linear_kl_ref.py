@@ -1,11 +1,14 @@
-"""Reference of `linear_kl` and `kl_rows`. Shapes: T, C rows, H student width, G teacher width, V vocabulary."""
+"""Reference of `linear_kl` and `kl_rows`. Shapes: T, C, A rows, H student width, G teacher width, V vocabulary."""
 
 import torch
 from torch import Tensor
 
 
-def kl_rows(student_CV: Tensor, teacher_CV: Tensor, weights_C: Tensor, gradient: bool) -> tuple[Tensor, Tensor, Tensor]:
+def kl_rows(
+    student_CV: Tensor, teacher_AV: Tensor, teacher_rows_C: Tensor, weights_C: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """(kl [C], sum of min(p, q) [C], int32 [C] hits); with `gradient` the student's logits become weight * (q - p)."""
+    teacher_CV = teacher_AV[teacher_rows_C]
     log_q, log_p = student_CV.float().log_softmax(-1), teacher_CV.float().log_softmax(-1)
     p, q = log_p.exp(), log_q.exp()
     kl, shared = (p * (log_p - log_q)).sum(-1), torch.minimum(p, q).sum(-1)
@@ -13,6 +16,12 @@ def kl_rows(student_CV: Tensor, teacher_CV: Tensor, weights_C: Tensor, gradient:
     if gradient:
         student_CV.copy_((q - p) * weights_C[:, None])
     return kl, shared, hits
+
+
+def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:
+    """fp32 total + a.T @ b, in place; without a total the product alone."""
+    product = a_KM.T @ b_KN
+    return product.float() if total_MN is None else total_MN.add_(product)
 
 
 def linear_kl(
