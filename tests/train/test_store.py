@@ -163,6 +163,19 @@ def test_fp8_scales_each_tap():
     assert torch.equal(back[:, 16:], values[:, 16:])
 
 
+def test_fp8_never_overflows():
+    """Beyond 464 the cast gives NaN instead of the largest number: no scale may round a row's largest number there."""
+    generator = torch.Generator().manual_seed(0)
+    largest = 10.0 ** torch.linspace(-44, 38.5, 20000)[:, None]
+    shares = torch.rand(20000, 7, generator=generator) * 2 - 1
+    values = torch.cat([largest, largest * shares], dim=-1)
+    stored, scale = quantise(values, 1)
+    assert stored.float().isfinite().all() and stored.float().abs().max() == 448
+    normal = largest[:, 0] > 448 * torch.finfo(torch.float32).tiny
+    error = (dequantise(stored, scale) - values).abs() / largest
+    assert error[normal].max() <= 2**-4 and dequantise(stored, scale).isfinite().all()
+
+
 def test_places_that_are_refused(settings, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"feature store .*none does not exist"):
         train(settings("x", str(tmp_path / "none")), progress=False)
