@@ -21,7 +21,7 @@ from torch import Tensor
 from draft_model.chosen_blocks import run_target
 from serve.budget import OFF
 from serve.drafter import Drafter, Roots
-from serve.guesses import DeviceGuesses, RowSettings
+from serve.guesses import DeviceGuesses, Noise, RowSettings
 from serve.request import Sequence
 from serve.step_buffers import Mark, Size, StepBuffers
 from serve.synthetic import SyntheticAcceptance
@@ -83,9 +83,9 @@ class DeviceStep:
         shape = shape if self.drafter and max(limits) else OFF
         if shape != OFF:
             self.drafter.follow(sequences)
-        sampled = any(not sequence.params.greedy for sequence in sequences)
+        noise = Noise.of(sequence.params for sequence in sequences)
         widest = max(len(sequence.pages) for sequence in sequences)
-        size = Size.of(len(sequences), widest, shape, sampled, padded=self.graphs)
+        size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
         buffers = self._buffers_of(size)
         wanted = [self.synthetic.wanted() for _ in sequences] if self.synthetic else None
         buffers.load(sequences, limits, wanted, drafting=shape != OFF)
@@ -152,7 +152,7 @@ class DeviceStep:
             buffers.blocks_RKN,
             size.pages * self.cache.page_size,
         )
-        guesses = DeviceGuesses(drafter.draft, drafter.target_ids, rows, size.sampled)
+        guesses = DeviceGuesses(drafter.draft, drafter.target_ids, rows, size.noise)
         pool = drafter.grow_from(roots, guesses, shape, shape.depth)
         order_RK = drafter.select(pool, shape)
         # Where in the tree each entry of the pool is; that of "-1", the root, stands first.
@@ -206,7 +206,7 @@ class DeviceStep:
     def _choose(self, state_TH: Tensor, rows: RowSettings, depth_RN: Tensor, size: Size) -> Tensor:
         """The target's token behind every node, int64 [R, N]."""
         logits_TV = self.target.logits(state_TH)
-        if not size.sampled:
+        if size.noise is Noise.NONE:
             return logits_TV.argmax(-1).view_as(depth_RN)
 
         def each(row_R: Tensor) -> Tensor:

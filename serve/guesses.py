@@ -5,7 +5,9 @@ hold. R sequences, W nodes of a depth that are expanded, C children considered p
 noise are applied to, V the draft's vocabulary.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -114,45 +116,74 @@ class RowSettings:
     position: Tensor
 
 
+class Noise(Enum):
+    """What the draft has to know of the noise: nothing where all is greedy, that of the best entries, or of all."""
+
+    NONE = 0
+    BEST = 1
+    ALL = 2
+
+    @staticmethod
+    def of(params: Iterable[SamplingParams]) -> "Noise":
+        sampled = [each for each in params if not each.greedy]
+        if any(not 0 < each.top_k <= CANDIDATES for each in sampled):
+            return Noise.ALL
+        return Noise.BEST if sampled else Noise.NONE
+
+
 class DeviceGuesses:
-    """From tensors alone: every operation has a fixed shape and none waits for the device. `sampled`: some row is not
-    greedy. Of the filters' survivors only the `CANDIDATES` best of a row are looked at.
+    """From tensors alone: every operation has a fixed shape and none waits for the device.
+
+    Sampled rows look at the `CANDIDATES` best entries; those without a top-k, or with a larger one, at all, and leave
+    the other filters to the target.
     """
 
-    def __init__(self, draft: Eagle3Draft, target_ids: Tensor, rows: RowSettings, sampled: bool):
-        self.draft, self.target_ids, self.rows, self.sampled = draft, target_ids, rows, sampled
+    def __init__(self, draft: Eagle3Draft, target_ids: Tensor, rows: RowSettings, noise: Noise):
+        self.draft, self.target_ids, self.rows, self.noise = draft, target_ids, rows, noise
 
     def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
         logits_RWV = self.draft.logits(state_RWH)
-        vocab = logits_RWV.shape[-1]
-        count = min(max(width, CANDIDATES) if self.sampled else width, vocab)
-        values_NK, ids_NK, total_N = ops.top_rows(logits_RWV.flatten(0, 1), count)
-        values_RWK, ids_RWK = values_NK.view(*state_RWH.shape[:2], -1), ids_NK.view(*state_RWH.shape[:2], -1)
-        total_RW1 = total_N.view(state_RWH.shape[:2])[..., None]
-        if self.sampled:
-            noisy_RWK = self._noisy(level, values_RWK, ids_RWK)
-            greedy_R11 = (self.rows.temperature == 0)[:, None, None]
-            total_RW1 = torch.where(greedy_R11, total_RW1, noisy_RWK.logsumexp(-1, keepdim=True))
-            values_RWK, place_RWK = torch.where(greedy_R11, values_RWK, noisy_RWK).topk(min(width, count), dim=-1)
-            ids_RWK = ids_RWK.gather(-1, place_RWK)
-        return self.target_ids[ids_RWK], (values_RWK - total_RW1).clamp(max=0)
+        nodes, width = logits_RWV.shape[:2], min(width, logits_RWV.shape[-1])
+
+        def best(values_RWV: Tensor, count: int) -> tuple[Tensor, ...]:
+            return tuple(each.view(*nodes, -1) for each in ops.top_rows(values_RWV.flatten(0, 1), count))
+
+        if self.noise is Noise.NONE:
+            values_RWC, ids_RWC, total_RW1 = best(logits_RWV, width)
+            return self.target_ids[ids_RWC], (values_RWC - total_RW1).clamp(max=0)
+        values_RWK, ids_RWK, total_RW1 = best(logits_RWV, min(max(width, CANDIDATES), logits_RWV.shape[-1]))
+        noisy_RWK = self._filtered(values_RWK) + self._noise(level, ids_RWK)
+        greedy_R11 = (self.rows.temperature == 0)[:, None, None]
+        total_RW1 = torch.where(greedy_R11, total_RW1, noisy_RWK.logsumexp(-1, keepdim=True))
+        values_RWC, place_RWC = torch.where(greedy_R11, values_RWK, noisy_RWK).topk(width, dim=-1)
+        ids_RWC = ids_RWK.gather(-1, place_RWC)
+        if self.noise is Noise.ALL:
+            every_RWV = torch.arange(logits_RWV.shape[-1], device=logits_RWV.device).expand_as(logits_RWV)
+            whole = best(self._scaled(logits_RWV) + self._noise(level, every_RWV), width)
+            open_R11 = ~greedy_R11 & ((self.rows.top_k == 0) | (self.rows.top_k > CANDIDATES))[:, None, None]
+            values_RWC, ids_RWC, total_RW1 = (
+                torch.where(open_R11, *pair) for pair in zip(whole, (values_RWC, ids_RWC, total_RW1), strict=True)
+            )
+        return self.target_ids[ids_RWC], (values_RWC - total_RW1).clamp(max=0)
 
     def descend(self, origin_RW: Tensor, token_RW: Tensor) -> None:
         """Nothing here depends on the path."""
 
-    def _noisy(self, level: int, values_RWK: Tensor, ids_RWK: Tensor) -> Tensor:
-        """Scaled, filtered logits plus the noise of each entry; see RequestGuesses._noisy."""
-        rows, nodes = self.rows, values_RWK.shape[1]
-
-        def each(row_R: Tensor) -> Tensor:
-            return row_R[:, None, None]
-
-        scaled_RWK = values_RWK * SURENESS / each(rows.temperature.clamp(min=1e-6))
-        rank_K = torch.arange(values_RWK.shape[-1], device=values_RWK.device)
-        scaled_RWK = scaled_RWK.masked_fill((each(rows.top_k) > 0) & (rank_K >= each(rows.top_k)), float("-inf"))
-        chance_RWK = scaled_RWK.softmax(-1)
-        kept_RWK = chance_RWK.cumsum(-1) - chance_RWK < each(rows.top_p)
-        kept_RWK &= chance_RWK >= each(rows.min_p) * chance_RWK[..., :1]
+    def _noise(self, level: int, ids_RWK: Tensor) -> Tensor:
+        rows, nodes = self.rows, ids_RWK.shape[1]
         keys = [row_R.repeat_interleave(nodes) for row_R in (rows.seed, rows.choice, rows.position + level - 1)]
-        noise_NK = ops.gumbel_at(*keys, self.target_ids[ids_RWK].flatten(0, 1))
-        return (scaled_RWK + noise_NK.view_as(scaled_RWK)).masked_fill(~kept_RWK, float("-inf"))
+        return ops.gumbel_at(*keys, self.target_ids[ids_RWK].flatten(0, 1)).view(ids_RWK.shape)
+
+    def _scaled(self, values_RWK: Tensor) -> Tensor:
+        return values_RWK * SURENESS / self.rows.temperature.clamp(min=1e-6)[:, None, None]
+
+    def _filtered(self, values_RWK: Tensor) -> Tensor:
+        """Scaled, and -inf from the first one on that top-k, top-p or min-p leaves out; see RequestGuesses._noisy."""
+        top_k_R11, top_p_R11, min_p_R11 = (
+            row_R[:, None, None] for row_R in (self.rows.top_k, self.rows.top_p, self.rows.min_p)
+        )
+        rank_K = torch.arange(values_RWK.shape[-1], device=values_RWK.device)
+        scaled_RWK = self._scaled(values_RWK).masked_fill((top_k_R11 > 0) & (rank_K >= top_k_R11), float("-inf"))
+        chance_RWK = scaled_RWK.softmax(-1)
+        kept_RWK = (chance_RWK.cumsum(-1) - chance_RWK < top_p_R11) & (chance_RWK >= min_p_R11 * chance_RWK[..., :1])
+        return scaled_RWK.masked_fill(~kept_RWK, float("-inf"))

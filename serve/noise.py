@@ -6,11 +6,11 @@ with speculation on or off, tree or chain, alone or batched. `ops.gumbel_at` giv
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from target_model.kernels.gumbel_ref import MASK, Words, philox, to_gumbel, to_uniform
+from target_model.batch import signed64
+from target_model.kernels.gumbel_ref import gumbel_rows, random_bits, to_uniform
 
 
 def gumbel(
@@ -20,7 +20,7 @@ def gumbel(
 
     `positions` are those of the token to be chosen. Seeds are taken modulo 2^64.
     """
-    return to_gumbel(_bits(seeds, choices, positions, vocab_size, device, stream=0))
+    return gumbel_rows(*_keys(seeds, choices, positions, device), vocab_size)
 
 
 class NoiseStream:
@@ -57,26 +57,11 @@ def uniform(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], count: int, device: torch.device | str
 ) -> Tensor:
     """Uniform numbers in (0, 1), fp32 [N, count], independent of the Gumbel noise of the same position."""
-    return to_uniform(_bits(seeds, choices, positions, count, device, stream=1))
+    return to_uniform(random_bits(*_keys(seeds, choices, positions, device), count, stream=1))
 
 
-def _bits(
-    seeds: Sequence[int],
-    choices: Sequence[int],
-    positions: Sequence[int],
-    count: int,
-    device: torch.device | str,
-    stream: int,
-) -> Tensor:
-    # Numpy runs these short integer operations about three times as fast as torch does on a CPU.
-    on_cpu = torch.device(device).type == "cpu"
-
-    def column(values: Sequence[int]) -> Words:
-        words_N1 = np.array(values, dtype=np.int64)[:, None]
-        return words_N1 if on_cpu else torch.from_numpy(words_N1).to(device)
-
-    place = column(range((count + 3) // 4)).T
-    counter = (place, column(positions), column(choices), column([stream]))
-    key = (column([seed & MASK for seed in seeds]), column([(seed >> 32) & MASK for seed in seeds]))
-    words = [torch.as_tensor(word) for word in philox(counter, key)]
-    return torch.stack(words, dim=-1).flatten(1)[:, :count]
+def _keys(
+    seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], device: torch.device | str
+) -> list[Tensor]:
+    signed = [signed64(seed % 2**64) for seed in seeds]
+    return [torch.tensor(list(values), device=device) for values in (signed, choices, positions)]

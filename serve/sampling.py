@@ -1,19 +1,22 @@
 """From the target's logits to tokens: bias, penalties and filters per row, then argmax with the position's noise.
 
-With a top-k in force only the best k entries of a row are touched behind the first pass over it (`Survivors`).
-
-Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
+The choice itself is `ops.sample_tokens`: filters, the noise of what they leave, argmax. Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
 the same draft and tree.
 
 N rows (nodes of all sequences), V vocabulary, W candidates of a node, K the largest top-k of the rows.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serve.request import SamplingParams, Sequence
+from target_model.batch import signed64
+from target_model.kernels import ops
+from target_model.kernels.sample_tokens_ref import smallest_kept, thresholds
 
 
 @dataclass(frozen=True)
@@ -31,17 +34,45 @@ class Row:
         return len(self.sequence.token_ids) + len(self.path)
 
 
-def choose(logits_NV: Tensor, rows: list[Row], noise_NV: Tensor | None, eos_ids: tuple[int, ...]) -> Tensor:
-    """The target's token of every row, int64 [N]. `noise_NV` is 0 on greedy rows, None when all are greedy."""
+class RowParameters(NamedTuple):
+    """How the tokens of N rows are chosen: what `ops.sample_tokens` takes behind the logits, in its order.
+
+    fp32 temperature (0: greedy); int32 top_k (0: off); fp32 top_p and min_p; int64 seed (its 64 bits), choice index and
+    position of the chosen token.
+    """
+
+    temperature_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+    min_p_N: Tensor
+    seed_N: Tensor
+    choice_N: Tensor
+    position_N: Tensor
+
+
+def row_parameters(rows: list[Row], device: torch.device | str) -> RowParameters:
+    """Everything goes to the device in one copy."""
+    sequences, count = [row.sequence for row in rows], len(rows)
+    params = [sequence.params for sequence in sequences]
+    keys = [(signed64(s.seed % 2**64), s.request.choice_index, row.position) for s, row in zip(sequences, rows)]
+    parts = (
+        np.array(keys, dtype=np.int64).T,
+        np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).T,
+        np.array([p.top_k for p in params], dtype=np.int32),
+    )
+    sent = torch.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), dtype=torch.uint8).to(device)
+    key_3N, float_3N, top_k_N = sent.split([24 * count, 12 * count, 4 * count])
+    temperature_N, top_p_N, min_p_N = float_3N.view(torch.float32).view(3, count)
+    seed_N, choice_N, position_N = key_3N.view(torch.int64).view(3, count)
+    return RowParameters(temperature_N, top_k_N.view(torch.int32), top_p_N, min_p_N, seed_N, choice_N, position_N)
+
+
+def choose(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tensor:
+    """The target's token of every row, int64 [N]: argmax of what the filters leave plus its noise."""
     logits_NV = adjust(logits_NV, rows, eos_ids)
-    if noise_NV is None:
+    if all(row.sequence.params.greedy for row in rows):
         return logits_NV.argmax(-1)
-    best = Survivors.of(logits_NV, [row.sequence.params for row in rows])
-    if best is None:
-        return (filtered(logits_NV, rows) + noise_NV).argmax(-1)
-    noisy_NK = best.values_NK + noise_NV.gather(1, best.ids_NK)
-    # As argmax over the vocabulary would: of equal values the lowest id.
-    return best.ids_NK.masked_fill(noisy_NK < noisy_NK.amax(-1, keepdim=True), logits_NV.shape[-1]).amin(-1)
+    return ops.sample_tokens(logits_NV, *row_parameters(rows, logits_NV.device))
 
 
 def choose_by_rejection(
@@ -142,29 +173,25 @@ def _penalise(logits_V: Tensor, row: Row) -> None:
 class Survivors:
     """What top-k, top-p and min-p leave of each row: values_NK are logits / temperature, the largest first, and -inf
     from the first one on that is filtered out; ids_NK are the entries they stand at.
+
+    Of entries that tie across a row's top-k only some are among them, which is enough for a guess.
     """
 
     values_NK: Tensor
     ids_NK: Tensor
 
     @staticmethod
-    def of(logits_NV: Tensor, params: list[SamplingParams], *, split_ties: bool = False) -> "Survivors | None":
-        """None when some row has no top-k, or when entries tie across a row's top-k: such entries stay together, and
-        only `filtered` can keep them all. Who only guesses may split them.
-        """
-        vocab, device = logits_NV.shape[-1], logits_NV.device
-        limits = _limits(params, vocab)
-        largest = max(limits)
+    def of(logits_NV: Tensor, params: list[SamplingParams]) -> "Survivors | None":
+        """None when some row has no top-k."""
+        limit_N, top_p_N, min_p_N = _filters(logits_NV, params)
+        vocab = logits_NV.shape[-1]
+        largest = max(1 if p.greedy else min(p.top_k or vocab, vocab) for p in params)
         if largest == vocab:
             return None
-        top = logits_NV.topk(largest + 1, dim=-1)
-        scaled_NK = top.values / _column(_temperatures(params), device)
-        limit_N1 = _column(limits, device)
-        if not split_ties and bool((scaled_NK.gather(1, limit_N1 - 1) == scaled_NK.gather(1, limit_N1)).any()):
-            return None
-        scaled_NK = scaled_NK[:, :largest]
-        threshold_N1 = _threshold(scaled_NK, limit_N1, params)
-        return Survivors(scaled_NK.masked_fill(scaled_NK < threshold_N1, float("-inf")), top.indices[:, :largest])
+        top = logits_NV.topk(largest, dim=-1)
+        scaled_NK = top.values / _temperatures(logits_NV, params)
+        threshold_N1 = smallest_kept(scaled_NK, limit_N, top_p_N, min_p_N)
+        return Survivors(scaled_NK.masked_fill(scaled_NK < threshold_N1, float("-inf")), top.indices)
 
 
 def filtered(logits_NV: Tensor, rows: list[Row]) -> Tensor:
@@ -173,37 +200,17 @@ def filtered(logits_NV: Tensor, rows: list[Row]) -> Tensor:
 
     Every filter is a threshold on the value, so equal values stay or go together and no tie depends on a sort.
     """
-    params, vocab = [row.sequence.params for row in rows], logits_NV.shape[-1]
-    scaled_NV = logits_NV / _column(_temperatures(params), logits_NV.device)
-    limits = _limits(params, vocab)
-    if min(limits) == vocab and all(p.top_p == 1 and p.min_p == 0 for p in params):
-        return scaled_NV
-    # Only as many sorted values as the largest top-k asks for: with top-k on, nothing is sorted over the vocabulary.
-    sorted_NK = scaled_NV.topk(max(limits), dim=-1).values
-    threshold_N1 = _threshold(sorted_NK, _column(limits, logits_NV.device), params)
-    return scaled_NV.masked_fill(scaled_NV < threshold_N1, float("-inf"))
+    params = [row.sequence.params for row in rows]
+    scaled_NV = logits_NV / _temperatures(logits_NV, params)
+    return scaled_NV.masked_fill(scaled_NV < thresholds(scaled_NV, *_filters(logits_NV, params)), float("-inf"))
 
 
-def _threshold(sorted_NK: Tensor, limit_N1: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The smallest value [N, 1] that top-k (the limit), top-p and min-p keep, of values in descending order."""
-    count, device = sorted_NK.shape[-1], sorted_NK.device
-    if any(p.greedy or p.top_k != params[0].top_k for p in params):
-        sorted_NK = sorted_NK.masked_fill(torch.arange(count, device=device) >= limit_N1, float("-inf"))
-    probability_NK = sorted_NK.softmax(-1)
-    top_p_N1 = _column([p.top_p for p in params], device)
-    kept_NK = (probability_NK.cumsum(-1) - probability_NK < top_p_N1) & (sorted_NK > float("-inf"))
-    if any(p.min_p for p in params):
-        kept_NK &= probability_NK >= _column([p.min_p for p in params], device) * probability_NK[:, :1]
-    return sorted_NK.gather(1, kept_NK.sum(-1, keepdim=True) - 1)
+def _filters(logits_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor]:
+    """top_k (1 on greedy rows, 0: off), top_p and min_p, [N] each."""
+    rows = [(1 if p.greedy else p.top_k, p.top_p, p.min_p) for p in params]
+    return torch.tensor(rows, device=logits_NV.device).unbind(1)
 
 
-def _limits(params: list[SamplingParams], vocab: int) -> list[int]:
-    return [1 if p.greedy else min(p.top_k or vocab, vocab) for p in params]
-
-
-def _temperatures(params: list[SamplingParams]) -> list[float]:
-    return [1.0 if p.greedy else p.temperature for p in params]
-
-
-def _column(values: list[float] | list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device)[:, None]
+def _temperatures(logits_NV: Tensor, params: list[SamplingParams]) -> Tensor:
+    temperatures = [1.0 if p.greedy else p.temperature for p in params]
+    return torch.tensor(temperatures, device=logits_NV.device)[:, None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from serve.drafter import Drafter
-from serve.guesses import RowSettings
+from serve.guesses import Noise, RowSettings
 from serve.request import Sequence
 from serve.tree import TreeConfig
 from target_model.batch import MAX_SCRATCH, signed64
@@ -29,20 +29,20 @@ _RESULT = 1 + 2 * (MAX_SCRATCH + 1) + 3 * MAX_SCRATCH
 
 @dataclass(frozen=True)
 class Size:
-    """What a captured step is made for: sequences and pages padded, a shape, and whether any sequence is sampled."""
+    """What a captured step is made for: sequences and pages padded, a shape, and how much noise it needs."""
 
     sequences: int
     pages: int
     shape: TreeConfig
-    sampled: bool
+    noise: Noise
 
     @staticmethod
-    def of(sequences: int, pages: int, shape: TreeConfig, sampled: bool, *, padded: bool) -> "Size":
+    def of(sequences: int, pages: int, shape: TreeConfig, noise: Noise, *, padded: bool) -> "Size":
         """The smallest size that these fit in; as they are unless `padded`."""
         if not padded:
-            return Size(sequences, pages, shape, sampled)
+            return Size(sequences, pages, shape, noise)
         step = 1 if sequences <= 4 else 4 if sequences <= 32 else 16
-        return Size(-(-sequences // step) * step, 1 << max(pages - 1, 7).bit_length(), shape, sampled)
+        return Size(-(-sequences // step) * step, 1 << max(pages - 1, 7).bit_length(), shape, noise)
 
     @property
     def depth(self) -> int:

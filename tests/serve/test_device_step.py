@@ -102,7 +102,7 @@ def test_padding_changes_nothing(target, answers, monkeypatch):
     monkeypatch.setattr(
         step_buffers.Size,
         "of",
-        staticmethod(lambda n, pages, shape, sampled, padded: step_buffers.Size(n + 3, 2 * pages + 5, shape, sampled)),
+        staticmethod(lambda n, pages, shape, noise, padded: step_buffers.Size(n + 3, 2 * pages + 5, shape, noise)),
     )
     engine = Engine(target, random_draft(target), TreeConfig(4, 4, 16), device_step=True)
     completions = engine.generate(prompts(LENGTHS), [GREEDY, SAMPLED, UNFILTERED, GREEDY, SAMPLED])

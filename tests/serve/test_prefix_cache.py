@@ -18,6 +18,13 @@ from tests.serve.drafts import drive, random_draft
 TREE = TreeConfig(4, 3, 12)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=5, max_tokens=24, ignore_eos=True)
+SETTINGS: dict[str, bool] = {}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["general", "device"])
+def step(request, monkeypatch):
+    """Both kinds of step."""
+    monkeypatch.setitem(SETTINGS, "device_step", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,7 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def make(target, **settings) -> Engine:
-    return Engine(target, random_draft(target), TREE, **settings)
+    return Engine(target, random_draft(target), TREE, **SETTINGS, **settings)
 
 
 def ask(engine: Engine, prompt: list[int], params: SamplingParams = SAMPLED, **fields):
