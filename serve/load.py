@@ -39,6 +39,7 @@ class EngineOptions:
     "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
     what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
     the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
+    device_step: None is the engine's default, but off where the other processes have to be told of every pass.
     dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
     others: see Engine.
     """
@@ -60,6 +61,7 @@ class EngineOptions:
     kv_dtype: torch.dtype | None = None
     index_dtype: torch.dtype | None = None
     draft_attention: str = "full"
+    device_step: bool | None = None
     dummy: DummyWeights | None = None
     language_only: bool = True
     tensor_parallel: int = 1
@@ -98,6 +100,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         kv_dtype=options.kv_dtype,
         index_dtype=options.index_dtype,
         draft_attention=options.draft_attention,
+        device_step=options.device_step if options.tensor_parallel == 1 else False,
     )
     source = f"{resolved.name}: {resolved.path if options.dummy is None else options.dummy}"
     lines = describe(engine, source, options.draft, chosen, processor is not None)

@@ -183,7 +183,7 @@ def record(
     out and counted in `about`: on a GPU a near tie can bring that about. Raises UserError when none is left.
     """
     plain, engine = pair.engine(None, longest, together), pair.engine(shape, longest, together)
-    engine.runner.drafter = Recorder(pair.draft, engine.runner.cache, shape)
+    engine.runner.drafter, engine.runner.device_step = Recorder(pair.draft, engine.runner.cache, shape), None
     texts: list[Text] = []
     parts: list[tuple[np.ndarray, ...]] = []
     seeded = [(suite, prompt, seed + i) for suite, prompts in suites.items() for i, prompt in enumerate(prompts)]

@@ -64,6 +64,9 @@ def serve(
     draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None,
     draft_weights: Annotated[str | None, DRAFT_WEIGHTS] = None,
     draft_attention: Annotated[str, DRAFT_ATTENTION] = "full",
+    cuda_graphs: Annotated[
+        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="On a GPU: whole decode steps as CUDA graphs.")
+    ] = True,
     dummy_weights: Dummy = None,
     layers: Layers = None,
     context: Annotated[int | None, CONTEXT] = None,
@@ -112,6 +115,7 @@ def serve(
         draft_dtype=None if draft_dtype is None else getattr(torch, draft_dtype),
         draft_weights=draft_weights,
         draft_attention=draft_attention,
+        device_step=None if cuda_graphs else False,
         kv_dtype=cache_dtype(kv_cache_dtype),
         index_dtype=cache_dtype(index_cache_dtype),
         dummy=dummy_weights_option(dummy_weights, layers),
