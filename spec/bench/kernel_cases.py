@@ -18,25 +18,26 @@ from spec.bench.msa_cases import (
     tree_batch,
 )
 from target_model.kernels import commit_rows, linear_kl, moe, norm_rope, norms, paged_attention, sample_tokens
+from target_model.quantised import QuantisedWeight
+from target_model.quantised_formats import MXFP4, MXFP8
 
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN, VOCAB = 6144, 3072, 128, 4, 200_064
 
 
-def expert_weights(form: str) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
-    """Random (w13, w2) of one layer and their scales."""
+def expert_weights(form: str) -> tuple[torch.Tensor | QuantisedWeight, torch.Tensor | QuantisedWeight]:
+    """Random w13 and w2 of one layer."""
+    shapes = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     if form == "bf16":
-        return (random(EXPERTS, 2 * WIDTH, HIDDEN), random(EXPERTS, HIDDEN, WIDTH)), {}
-    pack = 2 if form == "MXFP4" else 1
+        return random(*shapes[0]), random(*shapes[1])
+    return packed_weight(form, shapes[0]), packed_weight(form, shapes[1])
 
-    def bytes_(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device="cuda")
 
-    weights = bytes_(EXPERTS, 2 * WIDTH, HIDDEN // pack), bytes_(EXPERTS, HIDDEN, WIDTH // pack)
-    scales = {
-        "w13_scale": bytes_(EXPERTS, 2 * WIDTH, HIDDEN // 32, low=115, high=120),
-        "w2_scale": bytes_(EXPERTS, HIDDEN, WIDTH // 32, low=115, high=120),
-    }
-    return (weights if pack == 2 else tuple(w.view(torch.float8_e4m3fn) for w in weights)), scales
+def packed_weight(form: str, shape: tuple[int, ...]) -> QuantisedWeight:
+    """Random codes, and scales that make numbers of common size of them."""
+    weight = QuantisedWeight(shape, {"MXFP8": MXFP8, "MXFP4": MXFP4}[form]).to_empty(device="cuda")
+    weight.values.view(torch.uint8).random_(0, 256)
+    weight.scale.random_(115, 120)
+    return weight
 
 
 def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> Iterator[Row]:
@@ -44,7 +45,7 @@ def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -
     gate, bias = torch.randn(EXPERTS, HIDDEN, device="cuda") * 0.01, torch.zeros(EXPERTS, device="cuda")
     for form, value_bytes in (("bf16", 2.0), ("MXFP8", 1 + 1 / 32), ("MXFP4", 0.5 + 1 / 32)):
         counts = [rows for rows in (1, 4, 16, 64, 1024) if wanted(f"experts {form} {rows}")]
-        weights, scales = expert_weights(form) if counts else ((), {})
+        weights = expert_weights(form) if counts else ()
         for count in counts:
             x = random(count, HIDDEN)
             shares, chosen = moe.route(x, gate, bias, PER_TOKEN, 2.0)
@@ -52,8 +53,8 @@ def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -
             def route(x: torch.Tensor = x) -> object:
                 return moe.route(x, gate, bias, PER_TOKEN, 2.0)
 
-            def experts(arguments=(x, *weights, shares, chosen, 1.702, 7.0, 1.0), scales=scales) -> object:
-                return moe.grouped_experts(*arguments, **scales)
+            def experts(arguments: tuple = (x, *weights, shares, chosen, 1.702, 7.0, 1.0)) -> object:
+                return moe.grouped_experts(*arguments)
 
             repeats = 30 if count < 1024 else 10
             parts = {"router": timer(route, graph=True), "experts": timer(experts, graph=True, repeats=repeats)}
@@ -61,7 +62,7 @@ def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -
             operations = 6.0 * WIDTH * HIDDEN * chosen.numel()
             floor = machine.floor(moved, operations)
             yield Row(f"experts {form} {count}", parts["experts"], floor, moved, operations, parts, None, None)
-        del weights, scales
+        del weights
         torch.cuda.empty_cache()
 
 

@@ -1,7 +1,10 @@
-"""Router and experts of a mixture of experts. The kernels are in moe_router.py and moe_gemm.py.
+"""Router and experts of a mixture of experts. The kernels are in moe_router.py and moe_gemm.py, and moe_widen.py says
+how packed weights are read.
 
 Shapes: T rows, H hidden, E experts, I expert width, N experts of a token.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from target_model.kernels.common import (
 )
 from target_model.kernels.moe_gemm import down_kernel, up_kernel, weighted_sum_kernel
 from target_model.kernels.moe_router import logits_kernel, plan_kernel, route_kernel
+from target_model.kernels.moe_widen import numbers_per_word
+from target_model.quantised import QuantisedWeight
 
 
 def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -44,80 +49,110 @@ def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: floa
     return weights, chosen
 
 
-def plan(experts_TN: Tensor, experts: int, block_m: int) -> tuple[Tensor, Tensor]:
-    """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused)."""
-    pairs = experts_TN.numel()
+@dataclass(frozen=True)
+class Operand:
+    """A weight as the kernels read it: numbers, or int16 words of packed numbers, with their scales.
+
+    form, group and row are the kernels' FORMAT, GROUP and ROW. What a format lacks is a tensor that is not read.
+    """
+
+    values: Tensor
+    scale: Tensor
+    row_scale: Tensor
+    form: str = "none"
+    group: int = 0
+    row: str = ""
+
+    @property
+    def per(self) -> int:
+        """Numbers in an element of `values`."""
+        return numbers_per_word(self.form)
+
+    @property
+    def constants(self) -> dict:
+        """Launch keywords."""
+        return {"FORMAT": self.form, "GROUP": self.group, "ROW": self.row, "UPCAST": INTERPRETED, "PDL": PDL}
+
+
+def operand(weight: Tensor | QuantisedWeight, x: Tensor) -> Operand:
+    """A weight that is to be multiplied with x."""
+    if isinstance(weight, Tensor):
+        require_tensor("weight", weight, (None,) * weight.dim(), (x.dtype,))
+        return Operand(weight, weight, weight)
+    require(x.dtype == torch.bfloat16, f"packed weights need bf16 rows, not {x.dtype}")
+    form, scale = weight.form, weight.scale
+    words = weight.values.view(torch.int16)
+    name = "e2m1" if form.per_byte == 2 else "e4m3"
+    if not form.group:
+        return Operand(words, words, scale, name, 0, "multiply")
+    row_scale = words if weight.tensor_scale is None else weight.tensor_scale
+    return Operand(words, scale.view(torch.uint8), row_scale, name, form.group, form.tensor_scale)
+
+
+def plan(
+    experts_TN: Tensor, experts: int, block_m: int, x_TH: Tensor, block_k: int, per: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x for
+    weights of `per` numbers a word (x itself for 1).
+    """
+    pairs, hidden = experts_TN.numel(), x_TH.shape[1]
     tiles = pairs // block_m + min(experts, pairs)
     order = torch.empty(tiles * block_m, dtype=torch.int32, device=experts_TN.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts_TN.device)
-    plan_kernel[(experts,)](
-        experts_TN, order, tile_expert, pairs, tiles, E=experts, E_PAD=power_of_two(experts + 1), BLOCK_M=block_m,
-        CHUNK=min(1024, max(32, power_of_two(pairs))), PDL=PDL, **launch_options(4, 1),
+    padded = hidden if per == 1 else cdiv(hidden, block_k) * block_k
+    arranged = x_TH if per == 1 else x_TH.new_empty(x_TH.shape[0], padded)
+    chunks = 0 if per == 1 else x_TH.shape[0] * cdiv(padded, 1024)
+    plan_kernel[(experts + chunks,)](
+        experts_TN, order, tile_expert, x_TH, arranged, pairs, tiles, E=experts, E_PAD=power_of_two(experts + 1),
+        BLOCK_M=block_m, CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden, HP=padded, PER=per, BLOCK_K=block_k,
+        PDL=PDL, **launch_options(4, 1),
     )  # fmt: skip
-    return order, tile_expert
+    return order, tile_expert, arranged
 
 
 def gemm_shape(pairs: int, experts: int, form: str = "none") -> dict:
     """The tile for this many pairs: room for half as many tokens again as an expert gets on average, so that few need a
     second tile."""
     block_m = min(128, max(16, power_of_two(cdiv(pairs * 3, experts * 2))))
-    if block_m == 128:
-        return {"block_m": 128, "block_w": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
-    if block_m >= 32:
-        return {"block_m": block_m, "block_w": 128, "block_k": 64, "num_warps": 4, "num_stages": 3}
-    return {"block_m": block_m, "block_w": 64, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    if form == "none":
+        if block_m == 128:
+            return {"block_m": 128, "block_w": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
+        if block_m >= 32:
+            return {"block_m": block_m, "block_w": 128, "block_k": 64, "num_warps": 4, "num_stages": 3}
+        return {"block_m": block_m, "block_w": 64, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    block_k = 256 if form == "e2m1" else 128
+    if pairs <= experts // 8:
+        return {"block_m": 8, "block_w": 64, "block_k": block_k, "num_warps": 4, "num_stages": 4}
+    if block_m < 32:
+        return {"block_m": block_m, "block_w": 64, "block_k": block_k, "num_warps": 4, "num_stages": 4}
+    if block_m < 128:
+        return {"block_m": block_m, "block_w": 128, "block_k": 128, "num_warps": 4, "num_stages": 3}
+    return {"block_m": 128, "block_w": 128, "block_k": 128, "num_warps": 8, "num_stages": 3}
 
 
 def grouped_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor,
-    w2_EHI: Tensor,
+    w13_E2IH: Tensor | QuantisedWeight,
+    w2_EHI: Tensor | QuantisedWeight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
     limit: float,
     beta: float,
-    w13_scale: Tensor | None = None,
-    w2_scale: Tensor | None = None,
     routed_over: int | None = None,
 ) -> Tensor:
     """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
-    the tiles suit pairs spread over `routed_over` experts (None: E).
-
-    With scales (uint8 E8M0, one for 32 values of a row: [E, 2I, H / 32] and [E, H, I / 32]) the weights are MXFP8
-    (e4m3, full shape) or MXFP4 (uint8, two values a byte, low nibble first: [E, 2I, H / 2] and [E, H, I / 2]).
+    the tiles suit pairs spread over `routed_over` experts (None: E). Both weights are in the same format.
     """
-    shape = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], weight_format(w13_E2IH, w13_scale))
-    return run_experts(
-        x_TH,
-        w13_E2IH,
-        w2_EHI,
-        weights_TN,
-        experts_TN,
-        alpha,
-        limit,
-        beta,
-        w13_scale=w13_scale,
-        w2_scale=w2_scale,
-        **shape,
-    )
-
-
-def weight_format(weights: Tensor, scale: Tensor | None) -> str:
-    """The kernels' name of the weights' format."""
-    if scale is None:
-        return "none"
-    formats = {torch.uint8: "e2m1", torch.float8_e4m3fn: "e4m3"}
-    require(
-        weights.dtype in formats, f"scaled weights must be uint8 (MXFP4) or float8_e4m3fn (MXFP8), not {weights.dtype}"
-    )
-    return formats[weights.dtype]
+    form = operand(w13_E2IH, x_TH).form
+    shape = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], form)
+    return run_experts(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, **shape)
 
 
 def run_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor,
-    w2_EHI: Tensor,
+    w13_E2IH: Tensor | QuantisedWeight,
+    w2_EHI: Tensor | QuantisedWeight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
@@ -129,43 +164,64 @@ def run_experts(
     block_k: int,
     num_warps: int,
     num_stages: int,
-    w13_scale: Tensor | None = None,
-    w2_scale: Tensor | None = None,
 ) -> Tensor:
     """`grouped_experts` with a given tile: `block_m` tokens x `block_w` weight rows, `block_k` at a time."""
     rows, hidden = x_TH.shape
-    form = weight_format(w13_E2IH, w13_scale)
-    pack = 2 if form == "e2m1" else 1
-    experts, width = w2_EHI.shape[0], w2_EHI.shape[2] * pack
-    per_token = experts_TN.shape[1]
+    experts, per_token = w2_EHI.shape[0], experts_TN.shape[1]
     require_tensor("x", x_TH, (None, None), FLOATS)
-    dtype = x_TH.dtype if form == "none" else w13_E2IH.dtype
-    require_tensor("w13", w13_E2IH, (experts, 2 * width, hidden // pack), (dtype,))
-    require_tensor("w2", w2_EHI, (experts, hidden, width // pack), (dtype,))
-    if form != "none":
-        require(x_TH.dtype == torch.bfloat16, f"microscaled weights need bf16 tokens, not {x_TH.dtype}")
-        require_tensor("w13_scale", w13_scale, (experts, 2 * width, hidden // 32), (torch.uint8,))
-        require_tensor("w2_scale", w2_scale, (experts, hidden, width // 32), (torch.uint8,))
-        w13_E2IH, w2_EHI = w13_E2IH.view(torch.uint8), w2_EHI.view(torch.uint8)
     require_tensor("weights", weights_TN, (rows, per_token), (torch.float32,))
     require_tensor("experts", experts_TN, (rows, per_token), (torch.int64,))
-    order, tile_expert = plan(experts_TN, experts, block_m)
-    tiles = tile_expert.shape[0]
-    act = torch.empty(tiles * block_m, width, dtype=x_TH.dtype, device=x_TH.device)
-    y = torch.empty(rows * per_token, hidden, dtype=x_TH.dtype, device=x_TH.device)
-    options = launch_options(num_warps, num_stages)
-    up_kernel[(cdiv(width, block_w // 2), tiles)](
-        x_TH, w13_E2IH, w13_E2IH if w13_scale is None else w13_scale, order, tile_expert, act, alpha, limit, beta,
-        H=hidden, I=width, N=per_token, BLOCK_M=block_m,
-        BLOCK_I=block_w // 2, BLOCK_K=block_k, FORMAT=form, UPCAST=INTERPRETED, PDL=PDL, **options,
-    )  # fmt: skip
-    down_kernel[(cdiv(hidden, block_w), tiles)](
-        act, w2_EHI, w2_EHI if w2_scale is None else w2_scale, order, tile_expert, y, H=hidden, I=width,
-        BLOCK_M=block_m, BLOCK_H=block_w, BLOCK_K=block_k, FORMAT=form,
-        UPCAST=INTERPRETED, PDL=PDL, **options,
+    w13, w2 = operand(w13_E2IH, x_TH), operand(w2_EHI, x_TH)
+    order, tile_expert, arranged = plan(experts_TN, experts, block_m, x_TH, block_k, w13.per)
+    y = two_products(
+        arranged, w13, w2, rows * per_token, (hidden, w2_EHI.shape[2]), (alpha, limit, beta), per_token, order,
+        tile_expert, block_m=block_m, block_w=block_w, block_k=block_k, options=launch_options(num_warps, num_stages),
     )  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     weighted_sum_kernel[(rows, cdiv(hidden, 1024))](
         y, weights_TN, out, H=hidden, N=per_token, BLOCK_H=1024, PDL=PDL, **launch_options(4, 1)
     )
     return out
+
+
+def two_products(
+    x: Tensor,
+    w13: Operand,
+    w2: Operand,
+    pairs: int,
+    sizes: tuple[int, int],
+    activation: tuple[float, float, float],
+    per_token: int,
+    order: Tensor | None,
+    tile_expert: Tensor | None,
+    *,
+    block_m: int,
+    block_w: int,
+    block_k: int,
+    options: dict,
+) -> Tensor:
+    """Both products for all pairs, [pairs, H]. `sizes` is (H, I); x is in the order of the products; without a plan all
+    rows go to the only expert.
+    """
+    hidden, width = sizes
+    planned = order is not None
+    tiles = tile_expert.shape[0] if planned else cdiv(pairs, block_m)
+    require_tensor(
+        "w13", w13.values, (None,) * (w13.values.dim() - 2) + (2 * width, hidden // w13.per), (w13.values.dtype,)
+    )
+    require_tensor("w2", w2.values, (None,) * (w2.values.dim() - 2) + (hidden, width // w2.per), (w13.values.dtype,))
+    require((w13.form, w13.group, w13.row) == (w2.form, w2.group, w2.row), "w13 and w2 are in different formats")
+    padded = width if w13.per == 1 else cdiv(width, block_k) * block_k
+    act = x.new_empty(tiles * block_m, padded)
+    y = x.new_empty(pairs, hidden)
+    plan_or_none = (order, tile_expert) if planned else (y, y)
+    up_kernel[(cdiv(padded, block_w // 2), tiles)](
+        x, w13.values, w13.scale, w13.row_scale, *plan_or_none, act, pairs, *activation, H=hidden, I=width,
+        HP=x.shape[1], IP=padded, N=per_token, BLOCK_M=block_m, BLOCK_I=block_w // 2, BLOCK_K=block_k, PLANNED=planned,
+        **w13.constants, **options,
+    )  # fmt: skip
+    down_kernel[(cdiv(hidden, block_w), tiles)](
+        act, w2.values, w2.scale, w2.row_scale, *plan_or_none, y, pairs, H=hidden, I=width, IP=padded, BLOCK_M=block_m,
+        BLOCK_H=block_w, BLOCK_K=block_k, PLANNED=planned, **w2.constants, **options,
+    )  # fmt: skip
+    return y

@@ -3,127 +3,184 @@
     act[m] = swiglu(w13[e] x[token(m)]);  y[pair(m)] = w2[e] act[m];  out[t] = sum_n weights[t, n] y[t N + n]
     swiglu: gate clamped above, up on both sides; gate * sigmoid(alpha * gate) * (up + beta)
 T rows, H hidden, E experts, I expert width, N experts of a token; places m are the pairs grouped by expert
-(plan_kernel), BLOCK_M of one expert to a tile. The weights are the first operand (their rows are the M of the matrix
-units) and the tokens the second, so a tile of 16 tokens wastes nothing and every weight is read once for it. A tile of
-w13 holds gate rows and the up rows of the same columns. Weights are as wide as x, or microscaled (FORMAT): "e4m3"
-bytes, or "e2m1" two to a byte, low nibble first, with one E8M0 scale for 32 values along the columns; they are widened
-to bf16 in registers.
+(plan_kernel), BLOCK_M of one expert to a tile; without PLANNED there is one expert, and places, pairs and rows are the
+same. The weights are the first operand (their rows are the M of the matrix units) and the tokens the second, so a tile
+of few tokens wastes nothing and every weight is read once for it. A tile of w13 holds gate rows and the up rows of the
+same columns.
+
+Weights are as wide as x, or packed (FORMAT "e2m1" or "e4m3", see moe_widen.py) with a scale for each GROUP of columns
+(uint8 E8M0 for 32, e4m3 bytes for 16, 0: none) and a number for each row (ROW: its sums are multiplied or divided by
+it; "": none). Packed weights are widened to bf16 in registers. Their other operands, x and act, lie in the order of
+moe_widen.py, HP and IP wide: H and I filled up to whole BLOCK_K.
 """
 
 import triton
 import triton.language as tl
 
 from target_model.kernels.common import widen
+from target_model.kernels.moe_widen import UNSCALE, column_of, multiplier, numbers_per_word, own_order, widen_word
 
 
 @triton.jit
-def product_step(weights, scales, row_at, row_ok, tokens, first, acc, W: tl.constexpr, BLOCK_K: tl.constexpr,
-FORMAT: tl.constexpr,
+def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.constexpr, ROWS: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
+            MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """weights[rows] . x^T, fp32 [ROWS, BLOCK_M]; row_at, x_at: int64 row numbers of the [.., W] weights, and where rows
+    of x begin."""
+    acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for first in range(0, W, BLOCK_K):
+        acc = product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W, ROWS, BLOCK_K, FORMAT, GROUP,
+                           MASKED, UPCAST)  # fmt: skip
+    if FORMAT != "none":
+        acc *= UNSCALE
+    if ROW != "":
+        number = tl.load(row_numbers + row_at, mask=row_ok, other=1.0)
+        acc *= number[:, None] if ROW == "multiply" else (1.0 / number)[:, None]
+    return acc
+
+
+@triton.jit
+def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: tl.constexpr, ROWS: tl.constexpr,
+                 BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
                  UPCAST: tl.constexpr):  # fmt: skip
-    """acc += weights[rows, first : first + BLOCK_K] . tokens; row_at: int64 row numbers of the [.., W] weights."""
-    if FORMAT == "none":
-        k = first + tl.arange(0, BLOCK_K)
-        w = tl.load(weights + row_at[:, None] * W + k[None, :], mask=row_ok[:, None] & (k < W)[None, :], other=0.0)
-        return acc + tl.dot(widen(w, UPCAST), widen(tokens, UPCAST), input_precision="ieee")
+    """acc += the product over columns first .. first + BLOCK_K; without MASKED no tile reaches over an edge."""
+    PER: tl.constexpr = numbers_per_word(FORMAT)
+    WORDS: tl.constexpr = BLOCK_K // PER
+    k = first // PER + tl.arange(0, WORDS)
+    at = weights + row_at[:, None] * (W // PER) + k[None, :]
+    w = tl.load(at, mask=row_ok[:, None] & (k < W // PER)[None, :], other=0) if MASKED else tl.load(at)
+    if FORMAT != "none":
+        w = own_order(w, ROWS, WORDS)
+        factor = factors(scales, row_at, row_ok, first, W, ROWS, BLOCK_K, FORMAT, GROUP, MASKED)
+    for n in tl.static_range(PER):
+        position = first + n * WORDS + tl.arange(0, WORDS)
+        ok = x_ok[None, :] & (column_of(position, PER, BLOCK_K) < W)[:, None] if MASKED else x_ok[None, :]
+        tokens = tl.load(x + x_at[None, :] + position[:, None], mask=ok, other=0.0)
+        plane = widen(w, UPCAST) if FORMAT == "none" else widen_word(w, factor, n, FORMAT, UPCAST)
+        acc = tl.dot(plane, widen(tokens, UPCAST), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def factors(scales, row_at, row_ok, first, W: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+            FORMAT: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """What `widen_word` multiplies each word by, [ROWS, BLOCK_K / numbers in a word]."""
+    WORDS: tl.constexpr = BLOCK_K // numbers_per_word(FORMAT)
+    if GROUP == 0:
+        return tl.full([ROWS, WORDS], (127 + 120 - 16) << 7, tl.int16)
     else:
-        PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
-        k = first // PACK + tl.arange(0, BLOCK_K // PACK)
-        g = first // 32 + tl.arange(0, BLOCK_K // 32)
-        w = tl.load(
-            weights + row_at[:, None] * (W // PACK) + k[None, :],
-            mask=row_ok[:, None] & (k < W // PACK)[None, :],
-            other=0,
-        )
-        scale = tl.load(
-            scales + row_at[:, None] * (W // 32) + g[None, :], mask=row_ok[:, None] & (g < W // 32)[None, :], other=0
-        )
-        return tl.dot_scaled(w, scale, FORMAT, tokens, None, "bf16", acc)
+        g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        at = scales + row_at[:, None] * (W // GROUP) + g[None, :]
+        scale = tl.load(at, mask=row_ok[:, None] & (g < W // GROUP)[None, :], other=0) if MASKED else tl.load(at)
+        factor = multiplier(scale, FORMAT, GROUP)
+        SHARE: tl.constexpr = WORDS // (BLOCK_K // GROUP)
+        factor = tl.broadcast_to(factor[:, :, None], [ROWS, BLOCK_K // GROUP, SHARE])
+        return own_order(tl.reshape(factor, [ROWS, WORDS]), ROWS, WORDS)
 
 
 @triton.jit
 def up_kernel(
-    x,  # [T, H]
+    x,  # [T, HP]
     w13,  # [E, 2I, H], packed along H with a FORMAT
-    w13_scale,  # uint8 [E, 2I, H / 32] with a FORMAT
-    order,  # int32 [tiles * BLOCK_M]
-    tile_expert,  # int32 [tiles]
-    act,  # [tiles * BLOCK_M, I]
+    w13_scale,  # uint8 [E, 2I, H / GROUP]
+    w13_row,  # fp32 [E, 2I] with ROW
+    order,  # int32 [tiles * BLOCK_M] with PLANNED
+    tile_expert,  # int32 [tiles] with PLANNED
+    act,  # [tiles * BLOCK_M, IP]
+    rows,
     alpha,
     limit,
     beta,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
+    HP: tl.constexpr,
+    IP: tl.constexpr,
     N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW: tl.constexpr,
+    PLANNED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(1)
-    expert = tl.load(tile_expert + tile)
+    expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
     if expert < 0:
         return
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    pair = tl.load(order + m)
     token = tl.maximum(pair, 0) // N
+    # The tile's columns are RUN neighbours of each plane, in the order in which act holds them.
+    PER: tl.constexpr = numbers_per_word(FORMAT)
+    RUN: tl.constexpr = BLOCK_I // PER
+    first = tl.program_id(0) * BLOCK_I
+    if PER > 1:
+        first = first // BLOCK_K * BLOCK_K + first % BLOCK_K // PER
+    i = tl.arange(0, BLOCK_I)
+    position = first + i // RUN * (BLOCK_K // PER) + i % RUN
     row = tl.arange(0, 2 * BLOCK_I)
-    column = tl.program_id(0) * BLOCK_I + row % BLOCK_I
+    own = row % BLOCK_I
+    column = column_of(first + own // RUN * (BLOCK_K // PER) + own % RUN, PER, BLOCK_K)
     w_row = expert.to(tl.int64) * (2 * I) + column + tl.where(row < BLOCK_I, 0, I)
-    k = tl.arange(0, BLOCK_K)
-    x_at = x + token.to(tl.int64)[None, :] * H + k[:, None]
-    acc = tl.zeros([2 * BLOCK_I, BLOCK_M], tl.float32)
-    for first in range(0, H, BLOCK_K):
-        tokens = tl.load(x_at + first, mask=(pair >= 0)[None, :] & (first + k < H)[:, None], other=0.0)
-        acc = product_step(w13, w13_scale, w_row, column < I, tokens, first, acc, H, BLOCK_K, FORMAT, UPCAST)
+    MASKED: tl.constexpr = H % BLOCK_K != 0 or I % BLOCK_I != 0 or I != IP
+    acc = product(w13, w13_scale, w13_row, w_row, column < I, x, token.to(tl.int64) * HP, pair >= 0, H, 2 * BLOCK_I,
+                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, MASKED, UPCAST)  # fmt: skip
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_I, BLOCK_M]), [1, 2, 0]))
     gate = gate.to(act.dtype.element_ty).to(tl.float32)  # the projection's own rounding
     up = up.to(act.dtype.element_ty).to(tl.float32)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
-    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    tl.store(act + m.to(tl.int64)[None, :] * I + i[:, None], result.to(act.dtype.element_ty), mask=(i < I)[:, None])
+    to = act + m.to(tl.int64)[None, :] * IP + position[:, None]
+    tl.store(to, result.to(act.dtype.element_ty), mask=(pair >= 0)[None, :] & (position < IP)[:, None])
+
+
+@triton.jit
+def tile_of(order, tile_expert, rows, BLOCK_M: tl.constexpr, PLANNED: tl.constexpr):
+    """This program's expert (-1: nothing to do), its places, and the pair at each of them (-1: empty)."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if PLANNED:
+        return tl.load(tile_expert + tl.program_id(1)), m, tl.load(order + m)
+    else:
+        return tl.program_id(1) * 0, m, tl.where(m < rows, m, -1)
 
 
 @triton.jit
 def down_kernel(
-    act,  # [tiles * BLOCK_M, I]
+    act,  # [tiles * BLOCK_M, IP]
     w2,  # [E, H, I], packed along I with a FORMAT
-    w2_scale,  # uint8 [E, H, I / 32] with a FORMAT
-    order,  # int32 [tiles * BLOCK_M]
-    tile_expert,  # int32 [tiles]
+    w2_scale,  # uint8 [E, H, I / GROUP]
+    w2_row,  # fp32 [E, H] with ROW
+    order,  # int32 [tiles * BLOCK_M] with PLANNED
+    tile_expert,  # int32 [tiles] with PLANNED
     y,  # [T * N, H]
+    rows,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
+    IP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW: tl.constexpr,
+    PLANNED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(1)
-    expert = tl.load(tile_expert + tile)
+    expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
     if expert < 0:
         return
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
-    k = tl.arange(0, BLOCK_K)
-    w_row = expert.to(tl.int64) * H + h
-    act_at = act + m.to(tl.int64)[None, :] * I + k[:, None]
-    acc = tl.zeros([BLOCK_H, BLOCK_M], tl.float32)
-    for first in range(0, I, BLOCK_K):
-        a = tl.load(act_at + first, mask=(first + k < I)[:, None], other=0.0)
-        acc = product_step(w2, w2_scale, w_row, h < H, a, first, acc, I, BLOCK_K, FORMAT, UPCAST)
-    pair = tl.load(order + m)
+    MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
+    acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,
+                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, MASKED, UPCAST)  # fmt: skip
     to = y + pair.to(tl.int64)[None, :] * H + h[:, None]
     tl.store(to, acc.to(y.dtype.element_ty), mask=(pair >= 0)[None, :] & (h < H)[:, None])
 

@@ -6,13 +6,15 @@ The gate stays in fp32: products in three TF32 pieces, which is as exact as fp32
 of a token.
     logits_kernel  [T, E] partial sums, H split over programs
     route_kernel   joins the splits, one program a row
-    plan_kernel    one program an expert: its pairs in order, padded to tiles of BLOCK_M, and the expert of each tile
+    plan_kernel    one program an expert: its pairs in order, padded to tiles of BLOCK_M, and the expert of each tile;
+                   behind these, programs that put x into the order in which packed weights are multiplied
 """
 
 import triton
 import triton.language as tl
 
 from target_model.kernels.common import widen
+from target_model.kernels.moe_widen import arrange
 
 
 @triton.jit
@@ -91,18 +93,27 @@ def plan_kernel(
     experts,  # int64 [pairs]
     order,  # int32 [tiles * BLOCK_M] pair of each place, -1: empty
     tile_expert,  # int32 [tiles], -1: unused
+    x,  # [T, H]
+    arranged,  # [T, HP], see moe_widen.py; not written where PER is 1
     pairs,
     tiles,
     E: tl.constexpr,
     E_PAD: tl.constexpr,  # a power of two above E: bin E collects the padding
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)
+    if mine >= E:
+        arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, 1024)
+        return
     e = tl.arange(0, E_PAD)
     i = tl.arange(0, CHUNK)
     counts = tl.zeros([E_PAD], tl.int32)

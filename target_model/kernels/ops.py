@@ -19,7 +19,6 @@ from torch import Tensor
 from target_model.batch import Batch
 from target_model.errors import UserError
 from target_model.quantised import QuantisedWeight
-from target_model.quantised_formats import MXFP4, MXFP8
 
 override: str | None = os.environ.get("SPEC_KERNELS")
 
@@ -140,31 +139,16 @@ def grouped_experts(
     """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
     `routed_over` is the number of experts then, those elsewhere included.
     """
-    routing = (weights_TN, experts_TN, alpha, limit, beta)
-    module = _implementation("moe", x_TH)
-    if module is _module("moe", "reference") or not (_is_quantised(w13_E2IH) or _is_quantised(w2_EHI)):
-        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
-    if not _has_expert_kernel(x_TH, w13_E2IH, w2_EHI):
-        return _module("moe", "reference").grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
+    module = _implementation("moe", x_TH) if _multiplies_packed(x_TH, w13_E2IH, w2_EHI) else _module("moe", "reference")
     return module.grouped_experts(
-        x_TH,
-        w13_E2IH.values,
-        w2_EHI.values,
-        *routing,
-        w13_scale=w13_E2IH.scale,
-        w2_scale=w2_EHI.scale,
-        routed_over=routed_over,
+        x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, routed_over=routed_over
     )
 
 
-def _is_quantised(weight: Tensor | QuantisedWeight) -> bool:
-    return isinstance(weight, QuantisedWeight)
-
-
-def _has_expert_kernel(x_TH: Tensor, w13: Tensor | QuantisedWeight, w2: Tensor | QuantisedWeight) -> bool:
-    """The Triton kernel takes bf16 rows and both weights in one of the formats without a scale of the whole tensor."""
-    both = _is_quantised(w13) and _is_quantised(w2) and w13.form == w2.form
-    return both and w13.form in (MXFP8, MXFP4) and x_TH.dtype == torch.bfloat16
+def _multiplies_packed(x_TK: Tensor, *weights: Tensor | QuantisedWeight) -> bool:
+    """The kernels take plain weights, and bf16 rows with packed weights of one format."""
+    formats = {weight.form if isinstance(weight, QuantisedWeight) else None for weight in weights}
+    return formats == {None} or (len(formats) == 1 and x_TK.dtype == torch.bfloat16)
 
 
 def linear_kl(

@@ -41,22 +41,21 @@ def test_reference_of_quantised_experts(name: str):
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch):
-    """bf16 rows with MXFP8 or MXFP4: the bytes as they are. Everything else is widened by the reference."""
+    """Plain weights, and bf16 rows with packed ones. Everything else is widened by the reference."""
     calls = []
-    kernel = SimpleNamespace(grouped_experts=lambda *operands, **scales: calls.append((operands, scales)))
+    kernel = SimpleNamespace(grouped_experts=lambda *operands, **_: calls.append(operands))
     monkeypatch.setattr(ops, "_implementation", lambda module, operand: kernel)
     weights, chosen = routed()
     x = torch.randn(6, 64)
-    for name in ("mxfp8", "mxfp4"):
+    for name in ("mxfp8", "mxfp4", "nvfp4"):
         layer = experts(name)
         ops.grouped_experts(x.bfloat16(), layer.w13, layer.w2, weights, chosen, *ROUTING)
-        operands, scales = calls.pop()
-        assert operands[1] is layer.w13.values and operands[2] is layer.w2.values
-        assert scales == {"w13_scale": layer.w13.scale, "w2_scale": layer.w2.scale, "routed_over": None}
+        operands = calls.pop()
+        assert operands[1] is layer.w13 and operands[2] is layer.w2
         assert ops.grouped_experts(x, layer.w13, layer.w2, weights, chosen, *ROUTING).shape == (6, 64)
-    layer = experts("nvfp4")
-    assert ops.grouped_experts(x.bfloat16(), layer.w13, layer.w2, weights, chosen, *ROUTING).dtype == torch.bfloat16
+    mixed = experts("mxfp8").w13, experts("nvfp4").w2
+    assert ops.grouped_experts(x.bfloat16(), *mixed, weights, chosen, *ROUTING).dtype == torch.bfloat16
     assert not calls
     layer = experts("bf16")
     ops.grouped_experts(x, layer.w13, layer.w2, weights, chosen, *ROUTING)
-    assert calls[0][0][1] is layer.w13 and calls[0][1] == {"routed_over": None}
+    assert calls[0][1] is layer.w13

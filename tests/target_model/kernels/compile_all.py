@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv", torch.bool: "*i1",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16", torch.float8_e4m3fn: "*fp8e4nv", torch.bool: "*i1",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "launch_pdl", "maxnreg")
 compiled: dict[tuple, str] = {}

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from target_model.kernels import moe, moe_ref, norm_rope, norm_rope_ref, norms, norms_ref
+from target_model.quantised import QuantisedWeight
+from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format, quantise, tensor_scale_of
 from tests.target_model.kernels.batches import causal_batch, normal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,33 +98,26 @@ def test_pairs_whose_expert_is_elsewhere():
             torch.testing.assert_close(out[row : row + 1], want, atol=1e-4, rtol=1e-4)
 
 
-def quantise(w: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(weights, scales, what they stand for) of random weights [E, N, K]: MXFP4 or MXFP8."""
-    groups = w.unflatten(-1, (-1, 32))
-    top = 6.0 if form == "mxfp4" else 448.0
-    exponent = torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True) / top)).clamp(-126, 126)
-    scaled = groups / torch.exp2(exponent)
-    scales = (exponent[..., 0] + 127).to(torch.uint8)
-    if form == "mxfp8":
-        weights = scaled.flatten(-2).to(torch.float8_e4m3fn)
-        return weights, scales, (weights.float().unflatten(-1, (-1, 32)) * torch.exp2(exponent)).flatten(-2)
-    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=w.device)
-    code = (scaled.abs()[..., None] - levels).abs().argmin(-1)
-    value = levels[code] * scaled.sign()
-    code = (code + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
-    return code[..., 0::2] | (code[..., 1::2] << 4), scales, (value * torch.exp2(exponent)).flatten(-2)
+def packed(form: Format, weight: torch.Tensor) -> QuantisedWeight:
+    """Random weights [E, N, K] in a format."""
+    stored = QuantisedWeight(tuple(weight.shape), form).to_empty(device=DEVICE)
+    for expert, matrix in enumerate(weight):
+        scale = tensor_scale_of(form, matrix.abs().max() * (1 + expert)) if form.tensor_scale else None
+        part = quantise(form, matrix, scale)
+        stored.store(part, (expert,))
+    return stored
 
 
-@pytest.mark.parametrize("form", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("form", [MXFP4, MXFP8, NVFP4, NVFP4_PACKED], ids=lambda form: form.name)
 @pytest.mark.parametrize(("rows", "experts", "top_k", "hidden", "width"), [(1, 8, 2, 128, 64), (23, 5, 3, 192, 96)])
-def test_microscaled_experts(form, rows, experts, top_k, hidden, width):
+def test_packed_experts(form, rows, experts, top_k, hidden, width):
     x = randn(rows, hidden).bfloat16()
-    w13, w13_scale, w13_value = quantise(randn(experts, 2 * width, hidden, seed=1) * 0.3, form)
-    w2, w2_scale, w2_value = quantise(randn(experts, hidden, width, seed=2) * 0.3, form)
+    weights = randn(experts, 2 * width, hidden, seed=1) * 0.3, randn(experts, hidden, width, seed=2) * 0.3
+    weights = [packed(form, weight) for weight in weights]
+    exact = [torch.stack([w.dequantised(e, torch.float32) for e in range(experts)]) for w in weights]
     chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(DEVICE)
-    weights = randn(rows, top_k, seed=3)
-    scales = {"w13_scale": w13_scale, "w2_scale": w2_scale}
-    out = moe.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, **scales)
-    want = moe_ref.grouped_experts(x.float(), w13_value, w2_value, weights, chosen, 1.702, 7.0, 1.0)
+    shares = randn(rows, top_k, seed=3)
+    out = moe.grouped_experts(x, *weights, shares, chosen, 1.702, 7.0, 1.0)
+    want = moe_ref.grouped_experts(x.float(), *exact, shares, chosen, 1.702, 7.0, 1.0)
     # The interpreter cuts bf16 where the GPU rounds.
     assert float((out.float() - want).norm() / want.norm()) < (0.01 if DEVICE == "cuda" else 0.02)

@@ -1,0 +1,143 @@
+"""Microscaled weights on their way into the matrix units: 16-bit words of packed numbers, widened in registers.
+
+A word holds four e2m1 numbers (MXFP4, NVFP4) or two e4m3 numbers (MXFP8, FP8), the lowest bits first. Number n of every
+word is plane n of a weight, and a product is the sum of the products of the planes, each with its own columns of the
+other operand: nothing is interleaved. Sign, exponent and mantissa are moved to their places in bf16, where they mean
+value * 2^-126 (e2m1) or value * 2^-120 (e4m3), subnormal numbers included, so that one packed multiplication by the
+group's scale times 2^126 (2^120) gives the weight: about four instructions for two numbers.
+
+The multiplier must fit bf16, so weights come out multiplied by 2^-16, and the caller multiplies the sums by UNSCALE.
+E8M0 scales from 2^-100 to 2^17 are exact; larger ones become infinite. The codes of NaN in e4m3 read as +-480.
+
+Order of columns. In the first operand of a matrix unit a thread holds 2 neighbours of every 8 columns, so it would hold
+2 words of each of four groups. The words of BLOCK_K columns are therefore dealt out in another order (`own_order`), in
+which a thread holds a quarter of them that stand side by side in memory: wide loads, and one scale for 8 words. The
+other operand is stored in that order (`column_of`): blocks of BLOCK_K columns, in them plane after plane.
+"""
+
+import triton
+import triton.language as tl
+
+UNSCALE = tl.constexpr(65536.0)
+
+
+@triton.constexpr_function
+def numbers_per_word(form: str) -> int:
+    """Numbers in one element of a weight as the kernels read it; 1 for weights that are not packed."""
+    return {"none": 1, "e4m3": 2, "e2m1": 4}[form]
+
+
+@triton.jit
+def column_of(position, PER: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The column that stands at `position` of a row in the order of the products."""
+    if PER == 1:
+        return position
+    else:
+        WORDS: tl.constexpr = BLOCK_K // PER
+        inner = position % BLOCK_K
+        k = inner % WORDS
+        word = k // 2 % 4 * (WORDS // 4) + k // 16 * 4 + k // 8 % 2 * 2 + k % 2
+        return position - inner + word * PER + inner // WORDS
+
+
+@triton.jit
+def own_order(x, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Words [ROWS, WORDS] in the order of the products."""
+    x = tl.reshape(x, [ROWS, 4, WORDS // 16, 2, 2])
+    return tl.reshape(tl.permute(x, [0, 2, 3, 1, 4]), [ROWS, WORDS])
+
+
+@triton.jit
+def arrange(x, out, chunk, H: tl.constexpr, HP: tl.constexpr, PER: tl.constexpr, BLOCK_K: tl.constexpr,
+            BLOCK: tl.constexpr):  # fmt: skip
+    """Chunk number `chunk` of x [T, H] to out [T, HP] in the order of the products. HP: H up to whole BLOCK_K."""
+    CHUNKS: tl.constexpr = (HP + BLOCK - 1) // BLOCK
+    t = (chunk // CHUNKS).to(tl.int64)
+    position = chunk % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+    column = column_of(position, PER, BLOCK_K)
+    values = tl.load(x + t * H + column, mask=(position < HP) & (column < H), other=0.0)
+    tl.store(out + t * HP + position, values, mask=position < HP)
+
+
+@triton.jit
+def multiplier(scale, FORMAT: tl.constexpr, GROUP: tl.constexpr):
+    """Bytes of group scales (E8M0 for 32 columns, e4m3 for 16) to the bits (int16) of the bf16 that `widen_word` takes:
+    scale * 2^(126 - 16), or 2^(120 - 16).
+    """
+    if GROUP == 16:
+        wide = ((scale.to(tl.int32) & 128) << 24 | (scale.to(tl.int32) & 127) << 20).to(tl.float32, bitcast=True)
+        wide = wide * 1.329227995784916e36 * 1.298074214633707e33  # 2^120: what the bits mean; 2^110
+        return (wide.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
+    else:
+        BIAS: tl.constexpr = 110 if FORMAT == "e2m1" else 104
+        return (tl.minimum(scale.to(tl.int32) + BIAS, 255) << 7).to(tl.int16)
+
+
+@triton.jit
+def widen_word(word, factor, N: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
+    """Number N of each word (int16) times the bf16 whose bits are `factor` (int16): bf16, in the interpreter fp32."""
+    if UPCAST:
+        return _by_arithmetic(word, factor, N, FORMAT)
+    elif FORMAT == "e2m1":
+        return _e2m1(word, factor, N)
+    else:
+        return _e4m3(word, factor, N)
+
+
+@triton.jit
+def _by_arithmetic(word, factor, N: tl.constexpr, FORMAT: tl.constexpr):
+    """The same numbers in fp32, whose exponent is as wide as that of bf16."""
+    if FORMAT == "e2m1":
+        code = word.to(tl.int32) >> (4 * N)
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+    else:
+        code = word.to(tl.int32) >> (8 * N)
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * (factor.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1(word, factor, N: tl.constexpr):
+    # Two words in a register; s|eem goes to bit 15 and to bits 8..6 of each half. A product with the sum of two powers
+    # of two puts copies of the number at both places at once, where it stays inside its half.
+    if N == 0:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; and.b32 a, $1, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0;"
+            "mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif N == 1:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; and.b32 a, $1, 0x00F000F0; mul.lo.u32 a, a, 0x104; and.b32 a, a, 0x81C081C0;"
+            "mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    elif N == 2:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; shr.b32 a, $1, 8; and.b32 a, a, 0x000F000F; mul.lo.u32 a, a, 0x1040;"
+            "and.b32 a, a, 0x81C081C0; mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; shr.b32 a, $1, 6; and.b32 a, a, 0x01C001C0;"
+            "lop3.b32 a, $1, 0x80008000, a, 0xEA; mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _e4m3(word, factor, N: tl.constexpr):
+    # s|eeeemmm goes to bit 15 and to bits 10..4 of each half.
+    if N == 0:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b; shl.b32 a, $1, 4; and.b32 a, a, 0x07F007F0; shl.b32 b, $1, 8;"
+            "lop3.b32 a, b, 0x80008000, a, 0xEA; mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; shr.b32 a, $1, 4; and.b32 a, a, 0x07F007F0;"
+            "lop3.b32 a, $1, 0x80008000, a, 0xEA; mul.bf16x2 $0, a, $2; }",
+            "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
