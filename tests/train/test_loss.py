@@ -74,7 +74,7 @@ def test_equals_full_logits_with_gradients(kind, pruned, chunk_elements):
 
 
 def test_many_chunks_cost_the_heads_gradient_nothing():
-    """Its sum over chunks is kept in fp32: added up in bf16, forty chunks would triple the error."""
+    """Its sum over chunks is kept in fp32: added up in bf16, these few chunks add a third to the error."""
     target, draft, features, teacher = case(False)
     rows = valid_rows(features.valid_steps, STEPS)
     weights = step_weights(count_rows(features.valid_steps, STEPS), DECAY)
@@ -91,8 +91,8 @@ def test_many_chunks_cost_the_heads_gradient_nothing():
         return head.grad.double()
 
     exact = gradient(torch.float32, 1 << 26)
-    whole, chunked_ = ((gradient(torch.bfloat16, size) - exact).norm() for size in (1 << 26, 1))
-    assert chunked_ < 1.5 * whole < 0.02 * exact.norm()
+    whole, parts = ((gradient(torch.bfloat16, size) - exact).norm() for size in (1 << 26, 1))
+    assert parts < 1.1 * whole < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("pruned", [False, True])

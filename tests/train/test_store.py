@@ -164,7 +164,7 @@ def test_fp8_scales_each_tap():
 
 
 def test_fp8_never_overflows():
-    """Beyond 464 the cast gives NaN instead of the largest number: no scale may round a row's largest number there."""
+    """Some versions of torch turn what lies beyond 464 into NaN, others into 448: no row's largest number gets there."""
     generator = torch.Generator().manual_seed(0)
     largest = 10.0 ** torch.linspace(-44, 38.5, 20000)[:, None]
     shares = torch.rand(20000, 7, generator=generator) * 2 - 1
@@ -173,7 +173,7 @@ def test_fp8_never_overflows():
     assert stored.float().isfinite().all() and stored.float().abs().max() == 448
     normal = largest[:, 0] > 448 * torch.finfo(torch.float32).tiny
     error = (dequantise(stored, scale) - values).abs() / largest
-    assert error[normal].max() <= 2**-4 and dequantise(stored, scale).isfinite().all()
+    assert error[normal].max() <= 16 / 448 and dequantise(stored, scale).isfinite().all()
 
 
 def test_places_that_are_refused(settings, tmp_path, monkeypatch):
