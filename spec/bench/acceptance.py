@@ -120,14 +120,14 @@ def parse_thinking(text: str) -> tuple[bool, ...]:
     return THINKING[text]
 
 
-def parse_concurrency(text: str) -> tuple[int, ...]:
+def parse_concurrency(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     """Comma separated numbers of requests that are answered together."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
         numbers = []
     if not numbers or not all(1 <= number <= 256 for number in numbers):
-        raise UserError(f"--concurrency must be numbers from 1 to 256, for example 1,8; got {text!r}")
+        raise UserError(f"{option} must be numbers from 1 to 256, for example 1,8; got {text!r}")
     return tuple(numbers)
 
 
