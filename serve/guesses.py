@@ -89,7 +89,7 @@ class RequestGuesses:
         # Greedy rows keep their best logits, as they are: a single surviving token would leave nothing to branch to.
         unfiltered = SamplingParams(top_k=width)
         params = [unfiltered if row.sequence.params.greedy else row.sequence.params for row in rows]
-        best = Survivors.of(logits_NV, params, split_ties=True)
+        best = Survivors.of(logits_NV, params)
         if best is not None and best.ids_NK.shape[1] >= width:
             noise_NV = noise_RV.repeat_interleave(nodes, 0)
             noisy_NK = best.values_NK + noise_NV.gather(1, self.target_ids[best.ids_NK])

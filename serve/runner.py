@@ -12,7 +12,7 @@ from draft_model.chosen_blocks import run_target
 from serve.device_step import DeviceStep
 from serve.drafter import Drafter
 from serve.image_rows import ImageRows
-from serve.noise import uniform, upcoming
+from serve.noise import gumbel, uniform, upcoming
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
 from serve.synthetic import SyntheticAcceptance
@@ -107,7 +107,7 @@ class Runner:
         if complete:
             logits = self.target.logits(output.final_state[last_rows])
             rows = [Row(chunks[index][0], ()) for index in complete]
-            choices = self._choose(logits, rows, self._noise([row.sequence for row in rows], 1))
+            choices = self._choose(logits, rows)
             reported = self._logprobs(logits, rows, choices)
             for index, token, logprob in zip(complete, choices, reported, strict=True):
                 outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob])
@@ -123,13 +123,13 @@ class Runner:
             return self._decode_on_device(sequences, limits, shape)
         started = time.perf_counter()
         depth = min(shape.depth, max(limits)) if shape.nodes > 1 else 0
-        noise_RDV = self._noise(sequences, depth + 1)
         if depth:
-            trees = self.drafter.propose(sequences, limits, None if self.rejection else noise_RDV, shape)
+            noise_RDV = None if self.rejection else self._noise(sequences, depth)
+            trees = self.drafter.propose(sequences, limits, noise_RDV, shape)
         else:
             trees = [Tree([sequence.token_ids[-1]], [-1]) for sequence in sequences]
         drafted = time.perf_counter()
-        outcomes, paths, output, choice_TJN = self._verify(sequences, trees, noise_RDV)
+        outcomes, paths, output, choice_TJN = self._verify(sequences, trees)
         verified = time.perf_counter()
         if self.drafter:
             first = 0
@@ -157,21 +157,16 @@ class Runner:
             for each in decided
         ]
 
-    def _verify(self, sequences: list[Sequence], trees: list[Tree], noise_RDV: Tensor | None):
+    def _verify(self, sequences: list[Sequence], trees: list[Tree]):
         """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
-        depths = [tree.depths() for tree in trees]
-        batch = self._tree_batch(sequences, trees, depths)
+        batch = self._tree_batch(sequences, trees)
         output, choice_TJN = self._run_target(batch)
         logits_TV = self.target.logits(output.final_state)
         rows = [Row(sequence, path) for sequence, tree in zip(sequences, trees, strict=True) for path in tree.paths()]
-        noise_TV = None
-        if noise_RDV is not None:
-            levels = noise_RDV.shape[1]
-            noise_TV = noise_RDV.flatten(0, 1)[[r * levels + depth for r, row in enumerate(depths) for depth in row]]
-        if self.rejection and noise_TV is not None:
-            choices = self._choose_by_rejection(logits_TV, rows, noise_TV, trees)
+        if self.rejection and any(not sequence.params.greedy for sequence in sequences):
+            choices = self._choose_by_rejection(logits_TV, rows, trees)
         else:
-            choices = self._choose(logits_TV, rows, noise_TV)
+            choices = self._choose(logits_TV, rows)
         outcomes, paths, first = [], [], 0
         for sequence, tree in zip(sequences, trees, strict=True):
             chosen = choices[first : first + len(tree)]
@@ -194,12 +189,12 @@ class Runner:
     def _run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor | None]:
         return run_target(self.target, batch, self.cache, self.taps, self.drafter.chosen if self.drafter else None)
 
-    def _tree_batch(self, sequences: list[Sequence], trees: list[Tree], depths: list[list[int]]) -> Batch:
+    def _tree_batch(self, sequences: list[Sequence], trees: list[Tree]) -> Batch:
         tokens, starts = [tree.tokens for tree in trees], [sequence.computed for sequence in sequences]
         tables = [sequence.pages for sequence in sequences]
         if max(len(tree) for tree in trees) == 1:
             return Batch.causal(self.cache.page_size, self.device, tokens, starts, tables)
-        ancestors = [tree.ancestors() for tree in trees]
+        depths, ancestors = [tree.depths() for tree in trees], [tree.ancestors() for tree in trees]
         return Batch.tree(self.cache.page_size, self.device, tokens, starts, tables, depths, ancestors)
 
     def _noise(self, sequences: list[Sequence], levels: int) -> Tensor | None:
@@ -217,20 +212,18 @@ class Runner:
         noise_RDV[sampled] = drawn
         return noise_RDV
 
-    def _choose(self, logits_NV: Tensor, rows: list[Row], noise: Tensor | None) -> list[int]:
-        noise_NV = None if noise is None else noise.reshape(len(rows), -1)
-        return choose(logits_NV, rows, noise_NV, self.target.config.eos_token_ids).tolist()
+    def _choose(self, logits_NV: Tensor, rows: list[Row]) -> list[int]:
+        return choose(logits_NV, rows, self.target.config.eos_token_ids).tolist()
 
-    def _choose_by_rejection(
-        self, logits_NV: Tensor, rows: list[Row], noise_NV: Tensor, trees: list[Tree]
-    ) -> list[int]:
+    def _choose_by_rejection(self, logits_NV: Tensor, rows: list[Row], trees: list[Tree]) -> list[int]:
         candidates = [tokens for tree in trees for tokens in tree.candidates()]
         width = max(1, *map(len, candidates))
-        candidate_NW = [tokens + [-1] * (width - len(tokens)) for tokens in candidates]
         keys = [(row.sequence.seed, row.sequence.request.choice_index, row.position) for row in rows]
-        drawn_NW = uniform(*zip(*keys, strict=True), width, self.device)
+        keys = list(zip(*keys, strict=True))
+        noise_NV = gumbel(*keys, logits_NV.shape[1], self.device)
+        drawn_NW = uniform(*keys, width, self.device)
         eos = self.target.config.eos_token_ids
-        candidate_NW = torch.tensor(candidate_NW, device=self.device)
+        candidate_NW = torch.tensor([tokens + [-1] * (width - len(tokens)) for tokens in candidates]).to(self.device)
         return choose_by_rejection(logits_NV, rows, noise_NV, eos, candidate_NW, drawn_NW).tolist()
 
     def _report_prompts(self, state_TH: Tensor, chunks: list[tuple[Sequence, int]]) -> None:

@@ -1,6 +1,8 @@
 """From the target's logits to tokens: bias, penalties and filters per row, then argmax with the position's noise.
 
-The choice itself is `ops.sample_tokens`: filters, the noise of what they leave, argmax. Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
+The choice itself is `ops.sample_tokens`: filters, the noise of what they leave, argmax.
+
+Rejection sampling is the alternative: the draft then knows nothing of the noise, and a seed repeats a text only with
 the same draft and tree.
 
 N rows (nodes of all sequences), V vocabulary, W candidates of a node, K the largest top-k of the rows.
@@ -52,13 +54,12 @@ class RowParameters(NamedTuple):
 
 def row_parameters(rows: list[Row], device: torch.device | str) -> RowParameters:
     """Everything goes to the device in one copy."""
-    sequences, count = [row.sequence for row in rows], len(rows)
-    params = [sequence.params for sequence in sequences]
-    keys = [(signed64(s.seed % 2**64), s.request.choice_index, row.position) for s, row in zip(sequences, rows)]
+    params, count = [row.sequence.params for row in rows], len(rows)
+    keys = [(signed64(row.sequence.seed % 2**64), row.sequence.request.choice_index, row.position) for row in rows]
     parts = (
         np.array(keys, dtype=np.int64).T,
         np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).T,
-        np.array([p.top_k for p in params], dtype=np.int32),
+        np.array([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
     )
     sent = torch.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), dtype=torch.uint8).to(device)
     key_3N, float_3N, top_k_N = sent.split([24 * count, 12 * count, 4 * count])

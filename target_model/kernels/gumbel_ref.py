@@ -1,4 +1,4 @@
-"""Reference of `gumbel_at`, and the one definition of the random bits. Shapes: N rows, K ids of a row.
+"""Reference of `gumbel_at`, and the one definition of the random bits. Shapes: N rows, K ids of a row, V vocabulary.
 
 The bits come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11); integer
 arithmetic gives the same ones on every device.
@@ -42,6 +42,25 @@ def to_uniform(bits: Tensor) -> Tensor:
 def to_gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise, fp32, from 32 random bits."""
     return -torch.log(-torch.log(to_uniform(bits)))
+
+
+def random_bits(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, count: int, stream: int) -> Tensor:
+    """32 random bits for each of the numbers 0 .. count - 1 of every row, int64 [N, count]."""
+    # The nodes of a tree share positions: each row is drawn once.
+    key_U3, place_N = torch.stack([seed_N, choice_N, position_N], 1).unique(dim=0, return_inverse=True)
+    word_1W = torch.arange((count + 3) // 4, device=seed_N.device)[None]
+    columns = [*key_U3.T[:, :, None], word_1W, torch.full_like(word_1W[:, :1], stream)]
+    if not seed_N.is_cuda:  # numpy runs these short integer operations about three times as fast there
+        columns = [column.numpy() for column in columns]
+    seed_U1, choice_U1, position_U1, word_1W, stream_11 = columns
+    words = philox((word_1W, position_U1, choice_U1, stream_11), (seed_U1 & MASK, (seed_U1 >> 32) & MASK))
+    bits_UV = torch.stack([torch.as_tensor(word) for word in words], dim=-1).flatten(1)[:, :count]
+    return bits_UV[place_N]
+
+
+def gumbel_rows(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise of the whole vocabulary, fp32 [N, V]."""
+    return to_gumbel(random_bits(seed_N, choice_N, position_N, vocab_size, stream=0))
 
 
 def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:

@@ -1,18 +1,33 @@
-"""Reference of `sample_tokens`. Shapes: N rows, V vocabulary."""
+"""Reference of `sample_tokens`. Shapes: N rows, V vocabulary, K the most entries that a top-k leaves."""
 
 import torch
 from torch import Tensor
 
-from target_model.kernels.gumbel_ref import MASK, philox, to_gumbel
+from target_model.kernels.gumbel_ref import gumbel_at, gumbel_rows
 
 
-def threshold(x_V: Tensor, top_k: int, top_p: float, min_p: float) -> float:
-    """The smallest value of one row that the filters keep."""
-    k = top_k if 0 < top_k < len(x_V) else len(x_V)
-    best = torch.topk(x_V, k).values
-    probability = best.softmax(-1)
-    kept = (probability.cumsum(-1) - probability < top_p) & (probability >= min_p * probability[0])
-    return float(best[int(kept.sum()) - 1])
+def smallest_kept(sorted_NK: Tensor, limit_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """The smallest value [N, 1] that top-k (the limit), top-p and min-p keep, of values in descending order."""
+    rank_K = torch.arange(sorted_NK.shape[-1], device=sorted_NK.device)
+    sorted_NK = sorted_NK.masked_fill(rank_K >= limit_N[:, None], float("-inf"))
+    probability_NK = sorted_NK.softmax(-1)
+    # Without top-p nothing is cut, also where the sum rounds to 1 early.
+    kept_NK = (probability_NK.cumsum(-1) - probability_NK < top_p_N[:, None]) | (top_p_N[:, None] >= 1)
+    kept_NK &= (probability_NK >= min_p_N[:, None] * probability_NK[:, :1]) & (sorted_NK > float("-inf"))
+    return sorted_NK.gather(1, kept_NK.sum(-1, keepdim=True).clamp(min=1) - 1)
+
+
+def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """The smallest value of every row that its filters keep, [N, 1]; -inf where it has none."""
+    vocab = x_NV.shape[1]
+    limit_N = torch.where((top_k_N > 0) & (top_k_N < vocab), top_k_N, vocab).long()
+    filters_N = (limit_N < vocab) | (top_p_N < 1) | (min_p_N > 0)
+    if not filters_N.any():
+        return torch.full_like(x_NV[:, :1], float("-inf"))
+    # Only as many sorted values as the largest top-k asks for: with top-k on, nothing is sorted over the vocabulary.
+    sorted_NK = x_NV.topk(int(torch.where(filters_N, limit_N, 1).max()), dim=-1).values
+    least_N1 = smallest_kept(sorted_NK, limit_N, top_p_N, min_p_N)
+    return least_N1.masked_fill(~filters_N[:, None], float("-inf"))
 
 
 def sample_tokens(
@@ -26,19 +41,14 @@ def sample_tokens(
     position_N: Tensor,
 ) -> Tensor:
     """The token of every row, int64 [N]. `position_N` is that of the chosen token; `seed_N` holds 64 bits as int64."""
-    vocab = logits_NV.shape[1]
-    word = torch.arange((vocab + 3) // 4, device=logits_NV.device)[None]
-    counter = (word, position_N[:, None], choice_N[:, None], torch.zeros_like(word))
-    bits = torch.stack(philox(counter, (seed_N[:, None] & MASK, (seed_N[:, None] >> 32) & MASK)), -1).flatten(1)[
-        :, :vocab
-    ]
-    noise_NV = to_gumbel(bits)
-    tokens = []
-    for n, row in enumerate(logits_NV.float()):
-        if temperature_N[n] == 0:
-            tokens.append(row.argmax())
-            continue
-        x_V = row / temperature_N[n]
-        limit = threshold(x_V, int(top_k_N[n]), float(top_p_N[n]), float(min_p_N[n]))
-        tokens.append((x_V + noise_NV[n]).masked_fill(x_V < limit, float("-inf")).argmax())
-    return torch.stack(tokens)
+    greedy_N = temperature_N == 0
+    x_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperature_N)[:, None]
+    kept_NV = x_NV >= thresholds(x_NV, torch.where(greedy_N, 1, top_k_N), top_p_N, min_p_N)
+    n, v = kept_NV.nonzero(as_tuple=True)
+    if 16 * len(n) <= x_NV.numel():  # the noise of a whole row is cheaper by the token
+        drawn = gumbel_at(seed_N[n], choice_N[n], position_N[n], v[:, None])[:, 0]
+        noise_NV = torch.zeros_like(x_NV).index_put_((n, v), drawn)
+    else:
+        noise_NV = gumbel_rows(seed_N, choice_N, position_N, x_NV.shape[1])
+    noise_NV = noise_NV.masked_fill(greedy_N[:, None], 0.0)
+    return (x_NV + noise_NV).masked_fill(~kept_NV, float("-inf")).argmax(-1)

@@ -13,8 +13,9 @@ import torch
 from serve.engine import Engine
 from serve.noise import gumbel, uniform
 from serve.request import Request, SamplingParams, Sequence
-from serve.sampling import Row, choose, choose_by_rejection
+from serve.sampling import Row, RowParameters, choose_by_rejection, row_parameters
 from serve.tree import Tree, TreeConfig
+from target_model.kernels import ops
 from tests.fixtures import random_target
 from tests.serve.drafts import mean_length, plain, prompts, scripted_engine
 
@@ -46,11 +47,13 @@ def test_r9_fixed_probabilities(mode, name):
     drawn = torch.empty(len(tree), DRAWS, dtype=torch.int64)
     for node, (candidates, depth) in enumerate(zip(tree.candidates(), tree.depths(), strict=True)):
         rows = [Row(sequence, ())] * DRAWS
-        noise = gumbel(seeds, [0] * DRAWS, [5 + depth] * DRAWS, 8, device)
         expanded = logits[node].expand(DRAWS, 8)
         if mode == "coupled":
-            drawn[node] = choose(expanded, rows, noise, ())
+            settings = row_parameters([Row(sequence, (0,) * (4 + depth))], device)
+            settings = RowParameters(*(x.expand(DRAWS) for x in settings))._replace(seed_N=torch.tensor(seeds))
+            drawn[node] = ops.sample_tokens(expanded, *settings)
         else:
+            noise = gumbel(seeds, [0] * DRAWS, [5 + depth] * DRAWS, 8, device)
             candidate_NW = torch.tensor([candidates or [-1]]).expand(DRAWS, -1)
             numbers = uniform(seeds, [0] * DRAWS, [5 + depth] * DRAWS, candidate_NW.shape[1], device)
             drawn[node] = choose_by_rejection(expanded, rows, noise, (), candidate_NW, numbers)

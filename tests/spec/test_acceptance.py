@@ -227,8 +227,8 @@ def test_against_plain_fails_when_a_greedy_answer_differs(monkeypatch, capsys, u
 
     honest = Runner._choose
 
-    def choose(self, logits, rows, noise):
-        chosen = honest(self, logits, rows, noise)
+    def choose(self, logits, rows):
+        chosen = honest(self, logits, rows)
         return chosen if len(rows) == 1 else [(token + 1) % 4096 for token in chosen]
 
     monkeypatch.setattr(Runner, "_choose", choose)
