@@ -78,7 +78,7 @@ def factors(scales, row_at, row_ok, first, W: tl.constexpr, ROWS: tl.constexpr, 
         return own_order(tl.reshape(factor, [ROWS, WORDS]), ROWS, WORDS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def up_kernel(
     x,  # [T, HP]
     w13,  # [E, 2I, H], packed along H with a FORMAT
@@ -148,7 +148,7 @@ def tile_of(order, tile_expert, rows, BLOCK_M: tl.constexpr, PLANNED: tl.constex
         return tl.program_id(1) * 0, m, tl.where(m < rows, m, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def down_kernel(
     act,  # [tiles * BLOCK_M, IP]
     w2,  # [E, H, I], packed along I with a FORMAT
