@@ -3,7 +3,10 @@
 Features are random, every token is supervised. "ours" is the engine of `spec train`: DeepSpeed, only rows that count,
 flash attention merged with the own column, linear + KL in chunks. "plain" is what one would write first: autocast over
 fp32 weights, all rows at all steps, flex attention over the keys of all steps, full logits. Both make whole optimizer
-steps (AdamW, clipping), one after the other in the same run.
+steps (fused AdamW, clipping), one after the other in the same run.
+
+MFU = train.flops.step_flops / (seconds of a step * train.flops.peak_flops): products that the mathematics needs, the
+same number for both, nothing for what is worked out twice.
 """
 
 import gc
@@ -120,9 +123,13 @@ def random_features(config: DraftConfig, length: int, steps: int, device: torch.
 def measure_plain(config: DraftConfig, features: Features, settings: Settings, device: torch.device) -> Measurement:
     """Whole optimizer steps of the plain implementation."""
     draft = random_draft(config, device)
+    for module in draft.modules():
+        # Autocast does not convert their weights: without it norms would miss PyTorch's fused kernel.
+        if isinstance(module, torch.nn.RMSNorm | torch.nn.Embedding):
+            module.to(features.aux.dtype)
     head = _teacher_head(config, device, features.aux.dtype)
     trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **_ADAM, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, **_ADAM, weight_decay=0.0, fused=device.type == "cuda")
     weights = _weights(features, settings.ttt_steps)
     attend = flex_rows if device.type == "cuda" else masked_rows
 

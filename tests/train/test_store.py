@@ -164,7 +164,7 @@ def test_fp8_scales_each_tap():
 
 
 def test_fp8_never_overflows():
-    """Some versions of torch turn what lies beyond 464 into NaN, others into 448: no row's largest number gets there."""
+    """What lies beyond 464 is NaN in some versions of torch and 448 in others: no row's largest number gets there."""
     generator = torch.Generator().manual_seed(0)
     largest = 10.0 ** torch.linspace(-44, 38.5, 20000)[:, None]
     shares = torch.rand(20000, 7, generator=generator) * 2 - 1
