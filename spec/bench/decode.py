@@ -42,8 +42,7 @@ def run(settings: Settings, output: Path | None, console: Console | None = None)
     console = console or Console(highlight=False, width=max(Console().width, WIDTH))
     benchmark = Benchmark(settings)
     console.print(benchmark.description)
-    with console.status("measuring"):
-        rows = list(benchmark.rows())
+    rows = _measured(benchmark, console)
     console.print(LEGEND)
     console.print(rows_table(rows))
     console.print(*fastest_lines(rows), sep="\n")
@@ -61,6 +60,21 @@ def run(settings: Settings, output: Path | None, console: Console | None = None)
             json.dump(result, file, indent=1)
         console.print(f"written: {output}")
     print(json.dumps(result))
+
+
+def _measured(benchmark: "Benchmark", console: Console) -> list[Row]:
+    """All rows, or those that there are when Ctrl-C comes."""
+    rows: list[Row] = []
+    try:
+        with console.status("measuring") as status:
+            for row in benchmark.rows():
+                rows.append(row)
+                status.update(f"measuring; last: {row.label}, {row.times.tokens_per_second:.1f} tokens/s")
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        console.print("interrupted: these are the first rows")
+    return rows
 
 
 def validation_ids(tokenizer: Tokenizer, count: int) -> list[int]:

@@ -1,9 +1,11 @@
 """`spec bench decode`: its options, what the bytes promise, and the command with random and with real weights."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from draft_model.dummy import dummy_draft
@@ -104,8 +106,10 @@ def test_a_random_draft_grows_deep_trees_and_knows_as_many_tokens_as_it_is_to():
     assert len(known.unique()) == 500 and 0 <= known.min() and known.max() < config.vocab_size
     engine = Engine(target, draft, TreeConfig(5, 4, 24), pages=40, synthetic_acceptance=4.0)
     engine.add(Request("a", list(range(20)), SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)))
+    depths = []
     while engine.has_work():
-        engine.step()
+        depths += [max(update.verified.tree.depths()) for update in engine.step() if update.verified]
+    assert sum(depths) / len(depths) > 4.5
     assert engine.stats()["acceptance_length"] == pytest.approx(4.0, abs=0.2)
 
 
@@ -121,6 +125,23 @@ def test_the_fastest_row_of_each_batch():
         "fastest at batch 1: --tree 3,1,4 --draft-weights mxfp4: 300.0 tokens/s, 1.50 times plain decoding",
         "fastest at batch 8: plain decoding: 900.0 tokens/s, 1.50 times plain decoding",
     ]
+
+
+def test_what_was_measured_before_an_interrupt_is_kept():
+    class Interrupted:
+        def __init__(self, rows: int):
+            self.count = rows
+
+        def rows(self):
+            for _ in range(self.count):
+                yield Row(None, None, 1, None, 0, StepTimes(1.0, 9.0, 0.1, 0.0, 0.1, None, 0.1), 0.1)
+            raise KeyboardInterrupt
+
+    console = Console(file=io.StringIO())
+    assert len(decode._measured(Interrupted(2), console)) == 2
+    assert "interrupted: these are the first rows" in console.file.getvalue()
+    with pytest.raises(KeyboardInterrupt):
+        decode._measured(Interrupted(0), console)
 
 
 def command(*options: str) -> tuple[str, dict]:
