@@ -135,6 +135,20 @@ def test_the_cache_after_steps_equals_a_fresh_prefill(target, answers):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
+def test_pages_keep_the_taps_of_their_last_position(target, answers):
+    """Who continues behind a page that a step has filled needs them."""
+    kept = []
+    for device_step in (False, True):
+        engine = scripted_engine(target, answers["greedy"], TreeConfig(4, 4, 16), device_step=device_step)
+        engine.add(Request("a", prompts(LENGTHS)[4], GREEDY))
+        ((_, _, sequence),) = engine.step() and engine.scheduler.running
+        while sequence.computed < 90:
+            engine.step()
+        kept.append(engine.runner.drafter.page_taps[sequence.pages[:10]])
+    assert kept[0].abs().amin(1).gt(0).all()
+    torch.testing.assert_close(kept[0], kept[1], atol=1e-4, rtol=0)
+
+
 def test_synthetic_acceptance(target):
     for length in (1.0, 2.83, 4.0):
         runs = []
