@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from target_model.errors import UserError
+from target_model.kernels import ops
 from train.features import DraftBlocks
 
 
@@ -117,16 +118,11 @@ class _FlashWithColumns(torch.autograd.Function):
     def forward(ctx, q, k0, v0, mask, scale, *own):
         part, lse, state = _flash_forward(*_heads_first(q, k0, v0), mask, scale)
         out = part.transpose(1, 2)
-        own_k, own_v = own[: len(own) // 2], own[len(own) // 2 :]
         if own:
-            wide = _by_group(q, own_k[0]).float()
-            own_lse = torch.stack([_dot(wide, k) * scale for k in own_k], dim=-1)
-            part_lse = _by_group(lse.transpose(1, 2), own_k[0])
-            lse_RSKG = torch.logaddexp(part_lse, own_lse.logsumexp(-1))
-            merged = _by_group(out, own_k[0]).float().mul_((part_lse - lse_RSKG).exp()[..., None])
-            for score, v in zip(own_lse.unbind(-1), own_v, strict=True):
-                merged.addcmul_((score - lse_RSKG).exp()[..., None], v[:, :, :, None])
-            out, lse = merged.flatten(2, 3).to(q.dtype), lse_RSKG.flatten(2, 3).transpose(1, 2).contiguous()
+            rows = [x.flatten(0, 1).contiguous() for x in (q, out, lse.transpose(1, 2), *own)]
+            keys, values = rows[3 : 3 + len(own) // 2], rows[3 + len(own) // 2 :]
+            merged, merged_lse = ops.merge_column(*rows[:3], keys, values, scale)
+            out, lse = merged.view_as(q), merged_lse.unflatten(0, q.shape[:2]).transpose(1, 2).contiguous()
         ctx.save_for_backward(q, k0, v0, out, lse, *own, *(x for x in (mask,) if x is not None))
         ctx.state, ctx.scale, ctx.masked = state, scale, mask is not None
         return out
@@ -136,36 +132,19 @@ class _FlashWithColumns(torch.autograd.Function):
         q, k0, v0, out, lse, *own = ctx.saved_tensors
         mask = own.pop() if ctx.masked else None
         heads_first = _heads_first(grad_out, q, k0, v0, out)
-        grads = _flash_backward(*heads_first, lse, mask, ctx.state, ctx.scale)
-        dq, dk0, dv0 = (x.transpose(1, 2) for x in grads)
+        dq, dk0, dv0 = _heads_first(*_flash_backward(*heads_first, lse, mask, ctx.state, ctx.scale))
         if not own:
             return dq, dk0, dv0, None, None
-        own_k, own_v = own[: len(own) // 2], own[len(own) // 2 :]
-        wide, grad, total = (_by_group(x, own_k[0]).float() for x in (q, grad_out, dq))
-        lse_RSKG = _by_group(lse.transpose(1, 2), own_k[0])
-        expected = _dot(grad, _by_group(out, own_k[0]))
-        own_dk, own_dv = [], []
-        for k, v in zip(own_k, own_v, strict=True):
-            weight = (_dot(wide, k) * ctx.scale - lse_RSKG).exp()
-            d_score = (weight * (_dot(grad, v) - expected) * ctx.scale)[..., None]
-            own_dk.append((d_score * wide).sum(3).to(k.dtype))
-            own_dv.append((weight[..., None] * grad).sum(3).to(v.dtype))
-            total.addcmul_(d_score, k[:, :, :, None])
-        return total.flatten(2, 3).to(q.dtype), dk0, dv0, None, None, *own_dk, *own_dv
+        rows = [x.flatten(0, 1).contiguous() for x in (grad_out, q, out, lse.transpose(1, 2), dq, *own)]
+        keys, values = rows[5 : 5 + len(own) // 2], rows[5 + len(own) // 2 :]
+        own_dk, own_dv = ops.column_gradient(*rows[:5], keys, values, ctx.scale)
+        grads = [x.unflatten(0, q.shape[:2]) for x in (rows[4], *own_dk, *own_dv)]
+        return grads[0], dk0, dv0, None, None, *grads[1:]
 
 
-def _heads_first(*tensors_RSQD: Tensor) -> list[Tensor]:
-    return [x.transpose(1, 2) for x in tensors_RSQD]
-
-
-def _by_group(x: Tensor, own_k: Tensor) -> Tensor:
-    """[R, S, Q, ...] as [R, S, K, G, ...]: G query heads share a kv head."""
-    return x.unflatten(2, (own_k.shape[2], -1))
-
-
-def _dot(a_RSKGD: Tensor, b: Tensor) -> Tensor:
-    """fp32 [R, S, K, G] products with b [R, S, K, D] or [R, S, K, G, D]."""
-    return (a_RSKGD * (b if b.ndim == 5 else b[:, :, :, None])).sum(-1)
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """[R, S, Q, D] as [R, Q, S, D], and back."""
+    return [x.transpose(1, 2) for x in tensors]
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float):

@@ -20,6 +20,9 @@ from target_model.batch import Batch
 from target_model.errors import UserError
 from target_model.quantised import QuantisedWeight
 
+# So many rows at most share a launch with the expert that all of them pass.
+FEW_ROWS = 64
+
 override: str | None = os.environ.get("SPEC_KERNELS")
 
 
@@ -135,20 +138,52 @@ def grouped_experts(
     limit: float,
     beta: float,
     routed_over: int | None = None,
+    shared: tuple[Tensor | QuantisedWeight, Tensor | QuantisedWeight] | None = None,
 ) -> Tensor:
     """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
-    `routed_over` is the number of experts then, those elsewhere included.
+    `routed_over` is the number of experts then, those elsewhere included. `shared`: w13 and w2 of an expert whose
+    output every row adds.
     """
-    module = _implementation("moe", x_TH) if _multiplies_packed(x_TH, w13_E2IH, w2_EHI) else _module("moe", "reference")
-    return module.grouped_experts(
-        x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, routed_over=routed_over
-    )
+    form = _form(x_TH, w13_E2IH, w2_EHI)
+    module = _module("moe", "reference") if form == "mixed" else _implementation("moe", x_TH)
+    routing = (weights_TN, experts_TN, alpha, limit, beta)
+    if shared is None:
+        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
+    # One more expert in the same launch, where it looks like the others and has about as many rows.
+    alike = [weight.shape for weight in shared] == [w13_E2IH.shape[1:], w2_EHI.shape[1:]]
+    if form == "packed" and alike and _form(x_TH, w13_E2IH, *shared) == "packed" and len(x_TH) <= FEW_ROWS:
+        return module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over, shared=shared)
+    routed = module.grouped_experts(x_TH, w13_E2IH, w2_EHI, *routing, routed_over=routed_over)
+    return routed + mlp(x_TH, *shared, alpha, limit, beta)
 
 
-def _multiplies_packed(x_TK: Tensor, *weights: Tensor | QuantisedWeight) -> bool:
-    """The kernels take plain weights, and bf16 rows with packed weights of one format."""
+def linear(x_TK: Tensor, weight_NK: Tensor | QuantisedWeight) -> Tensor:
+    """x times a weight: [T, N]."""
+    if _form(x_TK, weight_NK) == "packed":
+        return _implementation("packed_products", x_TK).linear(x_TK, weight_NK)
+    return _module("packed_products", "reference").linear(x_TK, weight_NK)
+
+
+def mlp(
+    x_TH: Tensor,
+    w13_2IH: Tensor | QuantisedWeight,
+    w2_HI: Tensor | QuantisedWeight,
+    alpha: float,
+    limit: float,
+    beta: float,
+) -> Tensor:
+    """w2 swiglu(w13 x): [T, H]."""
+    packed = _form(x_TH, w13_2IH, w2_HI) == "packed"
+    module = _implementation("packed_products", x_TH) if packed else _module("packed_products", "reference")
+    return module.mlp(x_TH, w13_2IH, w2_HI, alpha, limit, beta)
+
+
+def _form(x_TK: Tensor, *weights: Tensor | QuantisedWeight) -> str:
+    """What the kernels tell apart: `plain` weights, `packed` ones of one format with bf16 rows, and `mixed` ones."""
     formats = {weight.form if isinstance(weight, QuantisedWeight) else None for weight in weights}
-    return formats == {None} or (len(formats) == 1 and x_TK.dtype == torch.bfloat16)
+    if formats == {None}:
+        return "plain"
+    return "packed" if len(formats) == 1 and x_TK.dtype == torch.bfloat16 else "mixed"
 
 
 def linear_kl(
@@ -165,6 +200,28 @@ def kl_rows(
     """KL, overlap and hits of rows of logits; the student's become their gradient. See linear_kl.py."""
     kernel = _implementation("linear_kl", student_CV).kl_rows
     return kernel(student_CV, teacher_AV, teacher_rows_C, weights_C, gradient)
+
+
+def merge_column(
+    q_NQD: Tensor, part_NQD: Tensor, lse_NQ: Tensor, keys: list[Tensor], values: list[Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention over other keys with that over a column of keys of the row's own merged in. See own_column.py."""
+    return _implementation("own_column", q_NQD).merge_column(q_NQD, part_NQD, lse_NQ, keys, values, scale)
+
+
+def column_gradient(
+    grad_NQD: Tensor,
+    q_NQD: Tensor,
+    out_NQD: Tensor,
+    lse_NQ: Tensor,
+    dq_NQD: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    scale: float,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the column's keys and values; that of q is added to `dq`."""
+    kernel = _implementation("own_column", q_NQD).column_gradient
+    return kernel(grad_NQD, q_NQD, out_NQD, lse_NQ, dq_NQD, keys, values, scale)
 
 
 def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:

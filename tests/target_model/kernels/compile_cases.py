@@ -9,6 +9,7 @@ from target_model.kernels import (
     moe,
     norm_rope,
     norms,
+    own_column,
     paged_attention,
     sample_tokens,
     select_blocks,
@@ -133,6 +134,13 @@ def training_loss() -> None:
     linear_kl.linear_kl(state, empty(200_064, 32), empty(2, 32), empty(200_064, 32), torch.ones(2))
 
 
+def own_column_merge() -> None:
+    q, k = empty(2, 64, D), [empty(2, 64, D)]
+    lse = torch.zeros(2, 64)
+    own_column.merge_column(q, q, lse, k, k, 1.0)
+    own_column.column_gradient(q, q, q, lse, q, k, k, 1.0)
+
+
 CASES = {
     "decode": lambda: attention(decode_batch),
     "decode fp8": lambda: attention(decode_batch, torch.float8_e4m3fn),
@@ -148,6 +156,7 @@ CASES = {
     "noise": noise,
     "best entries": best_entries,
     "training loss": training_loss,
+    "own column": own_column_merge,
     "packed experts 4": lambda: packed_experts(4),
     "packed experts 1024": lambda: packed_experts(1024),
     "experts 1": lambda: experts(1),
