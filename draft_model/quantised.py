@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
-from target_model.quantised import QuantisedWeight, linear
+from target_model.kernels import ops
+from target_model.quantised import QuantisedWeight
 from target_model.quantised_formats import MXFP4, MXFP8, Format, quantise
 
 FORMATS = {"mxfp8": MXFP8, "mxfp4": MXFP4}
@@ -26,7 +27,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., K] -> [.., N], in the type of x."""
-        y = linear(x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
+        y = ops.linear(x.reshape(-1, x.shape[-1]), self.weight).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
 
 

@@ -12,7 +12,6 @@ from target_model.cache import LayerCache
 from target_model.config import M3Config
 from target_model.kernels import ops
 from target_model.layers import empty
-from target_model.quantised import linear
 
 
 class Attention(nn.Module):
@@ -54,7 +53,7 @@ class Attention(nn.Module):
         # A layer that reuses the previous choice still projects its index heads, and then leaves them.
         chooses = self.sparse and not self.reuses_blocks
         q_TQD, index_q_TJD = ops.norm_rope_write(
-            linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim),
+            ops.linear(x_TH, self.packed).view(x_TH.shape[0], -1, config.head_dim),
             self.head_scale,
             *cos_sin,
             config.rotary_dim,
@@ -75,4 +74,4 @@ class Attention(nn.Module):
             attended = ops.sparse_attention(q_TQD, cache.k, cache.v, blocks_TJN, batch, self.scale)
         else:
             attended = ops.paged_attention(q_TQD, cache.k, cache.v, batch, self.scale)
-        return linear(attended.flatten(1), self.out), blocks_TJN
+        return ops.linear(attended.flatten(1), self.out), blocks_TJN

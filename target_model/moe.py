@@ -28,5 +28,5 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weights_TN, experts_TN = ops.route(x_TH, self.gate, self.gate_bias, *self.routing)
-        routed = ops.grouped_experts(x_TH, self.w13, self.w2, weights_TN, experts_TN, *self.activation)
-        return routed + self.shared(x_TH)
+        shared = self.shared.w13, self.shared.w2
+        return ops.grouped_experts(x_TH, self.w13, self.w2, weights_TN, experts_TN, *self.activation, shared=shared)

@@ -21,7 +21,7 @@ from target_model.kernels.common import (
 )
 from target_model.kernels.moe_gemm import down_kernel, up_kernel, weighted_sum_kernel
 from target_model.kernels.moe_router import logits_kernel, plan_kernel, route_kernel
-from target_model.kernels.moe_widen import numbers_per_word
+from target_model.kernels.moe_widen import ARRANGED_AT_ONCE, arrange_kernel, numbers_per_word
 from target_model.quantised import QuantisedWeight
 
 
@@ -49,6 +49,9 @@ def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: floa
     return weights, chosen
 
 
+Weight = Tensor | QuantisedWeight
+
+
 @dataclass(frozen=True)
 class Operand:
     """A weight as the kernels read it: numbers, or int16 words of packed numbers, with their scales.
@@ -69,12 +72,33 @@ class Operand:
         return numbers_per_word(self.form)
 
     @property
+    def format(self) -> tuple[str, int, str]:
+        """What weights of one launch have in common."""
+        return self.form, self.group, self.row
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments of a kernel."""
+        return self.values, self.scale, self.row_scale
+
+    @property
     def constants(self) -> dict:
         """Launch keywords."""
-        return {"FORMAT": self.form, "GROUP": self.group, "ROW": self.row, "UPCAST": INTERPRETED, "PDL": PDL}
+        return {"FORMAT": self.form, "GROUP": self.group, "ROW": self.row}
 
 
-def operand(weight: Tensor | QuantisedWeight, x: Tensor) -> Operand:
+@dataclass(frozen=True)
+class Tile:
+    """`block_m` tokens x `block_w` weight rows, `block_k` columns at a time."""
+
+    block_m: int
+    block_w: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def operand(weight: Weight, x: Tensor) -> Operand:
     """A weight that is to be multiplied with x."""
     if isinstance(weight, Tensor):
         require_tensor("weight", weight, (None,) * weight.dim(), (x.dtype,))
@@ -90,138 +114,154 @@ def operand(weight: Tensor | QuantisedWeight, x: Tensor) -> Operand:
 
 
 def plan(
-    experts_TN: Tensor, experts: int, block_m: int, x_TH: Tensor, block_k: int, per: int
+    experts_TN: Tensor, experts: int, block_m: int, x_TH: Tensor, block_k: int, per: int, shared: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x for
-    weights of `per` numbers a word (x itself for 1).
+    weights of `per` numbers a word (x itself for 1). With `shared` every row has one pair more, of expert number
+    `experts`.
     """
-    pairs, hidden = experts_TN.numel(), x_TH.shape[1]
+    hidden = x_TH.shape[1]
+    pairs, experts = experts_TN.numel() + shared * len(experts_TN), experts + shared
     tiles = pairs // block_m + min(experts, pairs)
     order = torch.empty(tiles * block_m, dtype=torch.int32, device=experts_TN.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts_TN.device)
-    padded = hidden if per == 1 else cdiv(hidden, block_k) * block_k
-    arranged = x_TH if per == 1 else x_TH.new_empty(x_TH.shape[0], padded)
-    chunks = 0 if per == 1 else x_TH.shape[0] * cdiv(padded, 1024)
+    arranged, chunks = room_for(x_TH, block_k, per)
     plan_kernel[(experts + chunks,)](
         experts_TN, order, tile_expert, x_TH, arranged, pairs, tiles, E=experts, E_PAD=power_of_two(experts + 1),
-        BLOCK_M=block_m, CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden, HP=padded, PER=per, BLOCK_K=block_k,
-        PDL=PDL, **launch_options(4, 1),
+        N=experts_TN.shape[1], SHARED=shared, BLOCK_M=block_m, CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden,
+        HP=arranged.shape[1], PER=per, BLOCK_K=block_k, ARRANGED=ARRANGED_AT_ONCE, PDL=PDL,
+        **launch_options(4, 1),
     )  # fmt: skip
     return order, tile_expert, arranged
 
 
-def gemm_shape(pairs: int, experts: int, form: str = "none") -> dict:
+def room_for(x_TH: Tensor, block_k: int, per: int) -> tuple[Tensor, int]:
+    """Where x goes in the order of the products, and the number of chunks to be moved there; x itself for plain
+    weights."""
+    rows, hidden = x_TH.shape
+    if per == 1:
+        return x_TH, 0
+    padded = cdiv(hidden, block_k) * block_k
+    return x_TH.new_empty(rows, padded), rows * cdiv(padded, ARRANGED_AT_ONCE)
+
+
+def arrange(x_TH: Tensor, block_k: int, per: int) -> Tensor:
+    """x in the order of the products."""
+    out, chunks = room_for(x_TH, block_k, per)
+    arrange_kernel[(chunks,)](
+        x_TH, out, H=x_TH.shape[1], HP=out.shape[1], PER=per, BLOCK_K=block_k, BLOCK=ARRANGED_AT_ONCE, PDL=PDL,
+        **launch_options(4, 1),
+    )  # fmt: skip
+    return out
+
+
+def gemm_shape(pairs: int, experts: int, form: str = "none") -> Tile:
     """The tile for this many pairs: room for half as many tokens again as an expert gets on average, so that few need a
     second tile."""
     block_m = min(128, max(16, power_of_two(cdiv(pairs * 3, experts * 2))))
     if form == "none":
         if block_m == 128:
-            return {"block_m": 128, "block_w": 128, "block_k": 64, "num_warps": 8, "num_stages": 3}
+            return Tile(128, 128, 64, num_warps=8, num_stages=3)
         if block_m >= 32:
-            return {"block_m": block_m, "block_w": 128, "block_k": 64, "num_warps": 4, "num_stages": 3}
-        return {"block_m": block_m, "block_w": 64, "block_k": 128, "num_warps": 4, "num_stages": 3}
-    block_k = 256 if form == "e2m1" else 128
-    if pairs <= experts // 8:
-        return {"block_m": 8, "block_w": 64, "block_k": block_k, "num_warps": 4, "num_stages": 4}
-    if block_m < 32:
-        return {"block_m": block_m, "block_w": 64, "block_k": block_k, "num_warps": 4, "num_stages": 4}
+            return Tile(block_m, 128, 64, num_warps=4, num_stages=3)
+        return Tile(block_m, 64, 128, num_warps=4, num_stages=3)
+    if block_m == 16:
+        return Tile(8 if pairs <= experts // 8 else 16, 64, 256, num_warps=4, num_stages=4)
     if block_m < 128:
-        return {"block_m": block_m, "block_w": 128, "block_k": 128, "num_warps": 4, "num_stages": 3}
-    return {"block_m": 128, "block_w": 128, "block_k": 128, "num_warps": 8, "num_stages": 3}
+        return Tile(block_m, 128, 128, num_warps=4, num_stages=3)
+    return Tile(128, 128, 128, num_warps=8, num_stages=3)
 
 
 def grouped_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor | QuantisedWeight,
-    w2_EHI: Tensor | QuantisedWeight,
+    w13_E2IH: Weight,
+    w2_EHI: Weight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
     limit: float,
     beta: float,
     routed_over: int | None = None,
+    shared: tuple[Weight, Weight] | None = None,
 ) -> Tensor:
     """The weighted sum of each row's experts, [T, H]. A pair whose expert is not here has the id E and the weight 0;
-    the tiles suit pairs spread over `routed_over` experts (None: E). Both weights are in the same format.
+    the tiles suit pairs spread over `routed_over` experts (None: E). `shared`: w13 [2I, H] and w2 [H, I] of an expert
+    that every row passes with the weight 1; then all others are here. All weights are in the same format.
     """
     form = operand(w13_E2IH, x_TH).form
-    shape = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], form)
-    return run_experts(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, **shape)
+    tile = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], form)
+    return run_experts(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, shared=shared, tile=tile)
 
 
 def run_experts(
     x_TH: Tensor,
-    w13_E2IH: Tensor | QuantisedWeight,
-    w2_EHI: Tensor | QuantisedWeight,
+    w13_E2IH: Weight,
+    w2_EHI: Weight,
     weights_TN: Tensor,
     experts_TN: Tensor,
     alpha: float,
     limit: float,
     beta: float,
     *,
-    block_m: int,
-    block_w: int,
-    block_k: int,
-    num_warps: int,
-    num_stages: int,
+    tile: Tile,
+    shared: tuple[Weight, Weight] | None = None,
 ) -> Tensor:
-    """`grouped_experts` with a given tile: `block_m` tokens x `block_w` weight rows, `block_k` at a time."""
+    """`grouped_experts` with a given tile."""
     rows, hidden = x_TH.shape
     experts, per_token = w2_EHI.shape[0], experts_TN.shape[1]
     require_tensor("x", x_TH, (None, None), FLOATS)
     require_tensor("weights", weights_TN, (rows, per_token), (torch.float32,))
     require_tensor("experts", experts_TN, (rows, per_token), (torch.int64,))
     w13, w2 = operand(w13_E2IH, x_TH), operand(w2_EHI, x_TH)
-    order, tile_expert, arranged = plan(experts_TN, experts, block_m, x_TH, block_k, w13.per)
-    y = two_products(
-        arranged, w13, w2, rows * per_token, (hidden, w2_EHI.shape[2]), (alpha, limit, beta), per_token, order,
-        tile_expert, block_m=block_m, block_w=block_w, block_k=block_k, options=launch_options(num_warps, num_stages),
-    )  # fmt: skip
+    order, tile_expert, arranged = plan(
+        experts_TN, experts, tile.block_m, x_TH, tile.block_k, w13.per, shared is not None
+    )
+    operands = (w13, w2) if shared is None else (w13, w2, *(operand(weight, x_TH) for weight in shared))
+    all_per_token = per_token + (shared is not None)
+    y = two_products(arranged, operands, rows * all_per_token, hidden, (alpha, limit, beta), tile, all_per_token,
+                     (order, tile_expert))  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     weighted_sum_kernel[(rows, cdiv(hidden, 1024))](
-        y, weights_TN, out, H=hidden, N=per_token, BLOCK_H=1024, PDL=PDL, **launch_options(4, 1)
-    )
+        y, weights_TN, out, H=hidden, N=per_token, SHARED=shared is not None, BLOCK_H=1024, PDL=PDL,
+        **launch_options(4, 1),
+    )  # fmt: skip
     return out
 
 
 def two_products(
     x: Tensor,
-    w13: Operand,
-    w2: Operand,
+    operands: tuple[Operand, ...],
     pairs: int,
-    sizes: tuple[int, int],
+    hidden: int,
     activation: tuple[float, float, float],
-    per_token: int,
-    order: Tensor | None,
-    tile_expert: Tensor | None,
-    *,
-    block_m: int,
-    block_w: int,
-    block_k: int,
-    options: dict,
+    tile: Tile,
+    per_token: int = 1,
+    planned: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Both products for all pairs, [pairs, H]. `sizes` is (H, I); x is in the order of the products; without a plan all
-    rows go to the only expert.
+    """Both products for all pairs, [pairs, H]. x is in the order of the products; `operands` are w13 and w2, and those
+    of the shared expert where there is one. Without a plan all rows go to one expert [2I, H].
     """
-    hidden, width = sizes
-    planned = order is not None
-    tiles = tile_expert.shape[0] if planned else cdiv(pairs, block_m)
-    require_tensor(
-        "w13", w13.values, (None,) * (w13.values.dim() - 2) + (2 * width, hidden // w13.per), (w13.values.dtype,)
+    w13, w2 = operands[:2]
+    shared13, shared2 = operands[2:] or (w13, w2)
+    width, experts = w2.values.shape[-1] * w2.per, w2.values.shape[0]
+    for name, up, down, leading in (("w13", w13, w2, w13.values.shape[:-2]), ("shared", shared13, shared2, ())):
+        if len(operands) > 2 or name == "w13":
+            require_tensor(name, up.values, (*leading, 2 * width, hidden // up.per), (w13.values.dtype,))
+            require_tensor(name, down.values, (*leading, hidden, width // up.per), (w13.values.dtype,))
+            require(up.format == down.format == w13.format, f"{name}: {up.format}, {down.format} and {w13.format}")
+    padded = width if w13.per == 1 else cdiv(width, tile.block_k) * tile.block_k
+    tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
+    act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)
+    constants = {
+        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k,
+        "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
+        **w13.constants, **launch_options(tile.num_warps, tile.num_stages),
+    }  # fmt: skip
+    up_kernel[(cdiv(padded, tile.block_w // 2), tiles)](
+        x, *w13.tensors, *shared13.tensors, *(planned or (y, y)), act, pairs, *activation, HP=x.shape[1], N=per_token,
+        BLOCK_I=tile.block_w // 2, **constants,
+    )  # fmt: skip
+    down_kernel[(cdiv(hidden, tile.block_w), tiles)](
+        act, *w2.tensors, *shared2.tensors, *(planned or (y, y)), y, pairs, BLOCK_H=tile.block_w, **constants
     )
-    require_tensor("w2", w2.values, (None,) * (w2.values.dim() - 2) + (hidden, width // w2.per), (w13.values.dtype,))
-    require((w13.form, w13.group, w13.row) == (w2.form, w2.group, w2.row), "w13 and w2 are in different formats")
-    padded = width if w13.per == 1 else cdiv(width, block_k) * block_k
-    act = x.new_empty(tiles * block_m, padded)
-    y = x.new_empty(pairs, hidden)
-    plan_or_none = (order, tile_expert) if planned else (y, y)
-    up_kernel[(cdiv(padded, block_w // 2), tiles)](
-        x, w13.values, w13.scale, w13.row_scale, *plan_or_none, act, pairs, *activation, H=hidden, I=width,
-        HP=x.shape[1], IP=padded, N=per_token, BLOCK_M=block_m, BLOCK_I=block_w // 2, BLOCK_K=block_k, PLANNED=planned,
-        **w13.constants, **options,
-    )  # fmt: skip
-    down_kernel[(cdiv(hidden, block_w), tiles)](
-        act, w2.values, w2.scale, w2.row_scale, *plan_or_none, y, pairs, H=hidden, I=width, IP=padded, BLOCK_M=block_m,
-        BLOCK_H=block_w, BLOCK_K=block_k, PLANNED=planned, **w2.constants, **options,
-    )  # fmt: skip
     return y

@@ -4,9 +4,9 @@
     swiglu: gate clamped above, up on both sides; gate * sigmoid(alpha * gate) * (up + beta)
 T rows, H hidden, E experts, I expert width, N experts of a token; places m are the pairs grouped by expert
 (plan_kernel), BLOCK_M of one expert to a tile; without PLANNED there is one expert, and places, pairs and rows are the
-same. The weights are the first operand (their rows are the M of the matrix units) and the tokens the second, so a tile
-of few tokens wastes nothing and every weight is read once for it. A tile of w13 holds gate rows and the up rows of the
-same columns.
+same. With SHARED the expert of id E is one that every row passes, whose weights stand elsewhere. The weights are the
+first operand (their rows are the M of the matrix units) and the tokens the second, so a tile of few tokens wastes
+nothing and every weight is read once for it. A tile of w13 holds gate rows and the up rows of the same columns.
 
 Weights are as wide as x, or packed (FORMAT "e2m1" or "e4m3", see moe_widen.py) with a scale for each GROUP of columns
 (uint8 E8M0 for 32, e4m3 bytes for 16, 0: none) and a number for each row (ROW: its sums are multiplied or divided by
@@ -52,6 +52,7 @@ def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: 
     if FORMAT != "none":
         w = own_order(w, ROWS, WORDS)
         factor = factors(scales, row_at, row_ok, first, W, ROWS, BLOCK_K, FORMAT, GROUP, MASKED)
+        factor = own_order(factor, ROWS, WORDS)
     for n in tl.static_range(PER):
         position = first + n * WORDS + tl.arange(0, WORDS)
         ok = x_ok[None, :] & (column_of(position, PER, BLOCK_K) < W)[:, None] if MASKED else x_ok[None, :]
@@ -75,7 +76,7 @@ def factors(scales, row_at, row_ok, first, W: tl.constexpr, ROWS: tl.constexpr, 
         factor = multiplier(scale, FORMAT, GROUP)
         SHARE: tl.constexpr = WORDS // (BLOCK_K // GROUP)
         factor = tl.broadcast_to(factor[:, :, None], [ROWS, BLOCK_K // GROUP, SHARE])
-        return own_order(tl.reshape(factor, [ROWS, WORDS]), ROWS, WORDS)
+        return tl.reshape(factor, [ROWS, WORDS])
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -84,6 +85,9 @@ def up_kernel(
     w13,  # [E, 2I, H], packed along H with a FORMAT
     w13_scale,  # uint8 [E, 2I, H / GROUP]
     w13_row,  # fp32 [E, 2I] with ROW
+    shared,  # [2I, H], as w13, with SHARED
+    shared_scale,
+    shared_row,
     order,  # int32 [tiles * BLOCK_M] with PLANNED
     tile_expert,  # int32 [tiles] with PLANNED
     act,  # [tiles * BLOCK_M, IP]
@@ -91,6 +95,7 @@ def up_kernel(
     alpha,
     limit,
     beta,
+    E: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     HP: tl.constexpr,
@@ -103,6 +108,7 @@ def up_kernel(
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
     PLANNED: tl.constexpr,
+    SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -112,6 +118,9 @@ def up_kernel(
     expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
     if expert < 0:
         return
+    if SHARED:
+        if expert == E:
+            w13, w13_scale, w13_row, expert = shared, shared_scale, shared_row, expert * 0
     token = tl.maximum(pair, 0) // N
     # The tile's columns are RUN neighbours of each plane, in the order in which act holds them.
     PER: tl.constexpr = numbers_per_word(FORMAT)
@@ -154,10 +163,14 @@ def down_kernel(
     w2,  # [E, H, I], packed along I with a FORMAT
     w2_scale,  # uint8 [E, H, I / GROUP]
     w2_row,  # fp32 [E, H] with ROW
+    shared,  # [H, I], as w2, with SHARED
+    shared_scale,
+    shared_row,
     order,  # int32 [tiles * BLOCK_M] with PLANNED
     tile_expert,  # int32 [tiles] with PLANNED
     y,  # [T * N, H]
     rows,
+    E: tl.constexpr,
     H: tl.constexpr,
     I: tl.constexpr,  # noqa: E741
     IP: tl.constexpr,
@@ -168,6 +181,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
     PLANNED: tl.constexpr,
+    SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,6 +191,9 @@ def down_kernel(
     expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
     if expert < 0:
         return
+    if SHARED:
+        if expert == E:
+            w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
     acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,
@@ -187,11 +204,12 @@ def down_kernel(
 
 @triton.jit
 def weighted_sum_kernel(
-    y,  # [T * N, H]
+    y,  # [T * N, H], with SHARED [T * (N + 1), H]
     weights,  # fp32 [T, N]
     out,  # [T, H]
     H: tl.constexpr,
     N: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -200,11 +218,14 @@ def weighted_sum_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    ALL: tl.constexpr = N + 1 if SHARED else N
     total = tl.zeros([BLOCK_H], tl.float32)
+    if SHARED:
+        total += tl.load(y + (t * ALL + N) * H + h, mask=h < H, other=0.0).to(tl.float32)
     for n in tl.static_range(N):
         weight = tl.load(weights + t * N + n)
         # Pairs of weight 0 belong to experts that are not here: nothing was written for them.
         written = tl.where(weight != 0, H, 0)
-        part = tl.load(y + (t * N + n) * H + h, mask=h < written, other=0.0).to(tl.float32)
+        part = tl.load(y + (t * ALL + n) * H + h, mask=h < written, other=0.0).to(tl.float32)
         total += part * weight
     tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)

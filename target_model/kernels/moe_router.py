@@ -89,22 +89,36 @@ def route_kernel(
 
 
 @triton.jit
+def ids_of(experts, pair, pairs, E: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr):
+    """The experts of some pairs, E behind the last pair."""
+    if SHARED:
+        n = pair % (N + 1)
+        ids = tl.load(experts + pair // (N + 1) * N + n, mask=(pair < pairs) & (n < N), other=E - 1).to(tl.int32)
+        return tl.where(pair < pairs, ids, E)
+    else:
+        return tl.load(experts + pair, mask=pair < pairs, other=E).to(tl.int32)
+
+
+@triton.jit
 def plan_kernel(
-    experts,  # int64 [pairs]
+    experts,  # int64 [T, N]
     order,  # int32 [tiles * BLOCK_M] pair of each place, -1: empty
     tile_expert,  # int32 [tiles], -1: unused
     x,  # [T, H]
     arranged,  # [T, HP], see moe_widen.py; not written where PER is 1
     pairs,
     tiles,
-    E: tl.constexpr,
+    E: tl.constexpr,  # with SHARED one more than there are: pair N of every row is of the last one
     E_PAD: tl.constexpr,  # a power of two above E: bin E collects the padding
+    N: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
     H: tl.constexpr,
     HP: tl.constexpr,
     PER: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ARRANGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -112,13 +126,13 @@ def plan_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)
     if mine >= E:
-        arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, 1024)
+        arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, ARRANGED)
         return
     e = tl.arange(0, E_PAD)
     i = tl.arange(0, CHUNK)
     counts = tl.zeros([E_PAD], tl.int32)
     for first in range(0, pairs, CHUNK):
-        ids = tl.load(experts + first + i, mask=first + i < pairs, other=E).to(tl.int32)
+        ids = ids_of(experts, first + i, pairs, E, N, SHARED)
         counts += tl.histogram(ids, E_PAD)
     needed = tl.where(e < E, (counts + BLOCK_M - 1) // BLOCK_M, 0)
     tile = tl.sum(tl.where(e < mine, needed, 0), 0)
@@ -131,7 +145,7 @@ def plan_kernel(
         tl.store(order + (tile + k) * BLOCK_M + m, tl.full([BLOCK_M], -1, tl.int32), mask=empty)
     placed = tile * BLOCK_M
     for first in range(0, pairs, CHUNK):
-        ids = tl.load(experts + first + i, mask=first + i < pairs, other=E).to(tl.int32)
+        ids = ids_of(experts, first + i, pairs, E, N, SHARED)
         hit = (ids == mine).to(tl.int32)
         tl.store(order + placed + tl.cumsum(hit, 0) - 1, first + i, mask=hit != 0)
         placed += tl.sum(hit, 0)

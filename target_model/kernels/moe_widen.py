@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 UNSCALE = tl.constexpr(65536.0)
+# Columns that one program puts in order.
+ARRANGED_AT_ONCE = 1024
 
 
 @triton.constexpr_function
@@ -57,6 +59,23 @@ def arrange(x, out, chunk, H: tl.constexpr, HP: tl.constexpr, PER: tl.constexpr,
     column = column_of(position, PER, BLOCK_K)
     values = tl.load(x + t * H + column, mask=(position < HP) & (column < H), other=0.0)
     tl.store(out + t * HP + position, values, mask=position < HP)
+
+
+@triton.jit
+def arrange_kernel(
+    x,  # [T, H]
+    out,  # [T, HP]
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    PER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    arrange(x, out, tl.program_id(0), H, HP, PER, BLOCK_K, BLOCK)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 
 from target_model.kernels import moe, moe_ref, norm_rope, norm_rope_ref, norms, norms_ref
 from target_model.quantised import QuantisedWeight
-from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format, quantise, tensor_scale_of
+from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format, Packed, quantise, tensor_scale_of
 from tests.target_model.kernels.batches import causal_batch, normal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,14 +60,14 @@ def test_route_takes_the_lower_of_equal_experts():
 
 
 @pytest.mark.parametrize(("rows", "experts", "top_k", "hidden", "width"), [(1, 8, 2, 96, 48), (23, 5, 3, 160, 96)])
-@pytest.mark.parametrize("tile", [{}, {"block_m": 32, "block_w": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}])
+@pytest.mark.parametrize("tile", [None, moe.Tile(32, 64, 32, num_warps=4, num_stages=2)])
 def test_grouped_experts(tile, rows, experts, top_k, hidden, width):
     x = randn(rows, hidden)
     w13, w2 = randn(experts, 2 * width, hidden, seed=1) * 0.3, randn(experts, hidden, width, seed=2) * 0.3
     chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)]).to(DEVICE)
     weights = randn(rows, top_k, seed=3)
     tile = tile or moe.gemm_shape(chosen.numel(), experts)
-    out = moe.run_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, **tile)
+    out = moe.run_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0, tile=tile)
     want = moe_ref.grouped_experts(x, w13, w2, weights, chosen, 1.702, 7.0, 1.0)
     torch.testing.assert_close(out, want, atol=1e-4, rtol=1e-4)
 
@@ -120,4 +120,22 @@ def test_packed_experts(form, rows, experts, top_k, hidden, width):
     out = moe.grouped_experts(x, *weights, shares, chosen, 1.702, 7.0, 1.0)
     want = moe_ref.grouped_experts(x.float(), *exact, shares, chosen, 1.702, 7.0, 1.0)
     # The interpreter cuts bf16 where the GPU rounds.
+    assert float((out.float() - want).norm() / want.norm()) < (0.01 if DEVICE == "cuda" else 0.02)
+
+
+@pytest.mark.parametrize("form", [MXFP4, NVFP4], ids=lambda form: form.name)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_a_shared_expert_in_the_same_launch(form, rows):
+    x, width, hidden = randn(rows, 160).bfloat16(), 64, 160
+    w13, w2 = (packed(form, w * 0.3) for w in (randn(6, 2 * width, hidden, seed=1), randn(6, hidden, width, seed=2)))
+    experts = [QuantisedWeight(weight.shape[1:], form).to_empty(device=DEVICE) for weight in (w13, w2)]
+    for shared, weight in zip(experts, (w13, w2), strict=True):
+        last = None if weight.tensor_scale is None else weight.tensor_scale[5]
+        shared.store(Packed(form, weight.values[5], weight.scale[5], last), ())
+    chosen = torch.stack([torch.randperm(6)[:3] for _ in range(rows)]).to(DEVICE)
+    shares = randn(rows, 3, seed=3)
+    out = moe.grouped_experts(x, w13, w2, shares, chosen, 1.702, 7.0, 1.0, shared=tuple(experts))
+    also, every = torch.full((rows, 1), 5, device=DEVICE), torch.ones(rows, 1, device=DEVICE)
+    want = moe_ref.grouped_experts(x.float(), w13, w2, torch.cat((shares, every), 1), torch.cat((chosen, also), 1),
+                                   1.702, 7.0, 1.0)  # fmt: skip
     assert float((out.float() - want).norm() / want.norm()) < (0.01 if DEVICE == "cuda" else 0.02)
