@@ -2,6 +2,7 @@
 commit."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from spec.bench.msa_cases import (
     random,
     tree_batch,
 )
-from target_model.kernels import commit_rows, linear_kl, moe, norm_rope, norms, paged_attention, sample_tokens
+from target_model.kernels import commit_rows, linear_kl, moe, norm_rope, norms, paged_attention, sample_tokens, top_rows
 from target_model.quantised import QuantisedWeight
 from target_model.quantised_formats import MXFP4, MXFP8
 
@@ -141,7 +142,7 @@ def row_kernel_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool
 
 
 def loss_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> list[Row]:
-    """linear + KL against the matrix products alone, and sampling."""
+    """linear + KL against the matrix products alone."""
     rows = []
     if wanted("linear + KL"):
         count = 4096
@@ -167,19 +168,27 @@ def loss_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> 
 
         whole, four = timer(train, repeats=5), 2 * plain
         rows.append(Row("linear + KL training", whole, four, 0.0, 2 * operations, {"four matmuls": four}, None, None))
-    for count in (1, 64, 512):
-        name = f"sample {count} rows"
-        if not wanted(name):
-            continue
+    return rows
+
+
+def sampling_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> list[Row]:
+    """The target's choice with the usual filters, and the draft's candidates, against torch.topk."""
+    rows = []
+
+    def add(name: str, run: Callable[[], object], logits: torch.Tensor, k: int) -> None:
+        moved = 4.0 * logits.numel()
+        parts = {"torch.topk": timer(lambda: torch.topk(logits, k, dim=-1), graph=True, repeats=10)}
+        time = timer(run, graph=True, repeats=10)
+        rows.append(Row(name, time, machine.floor(moved, 0), moved, 0.0, parts, None, None))
+
+    for count in (1, 8, 64, 512):
         logits = 4 * torch.randn(count, VOCAB, device="cuda")
         floats, ids = torch.ones(count, device="cuda"), torch.arange(count, device="cuda")
         top_k, top_p = torch.full((count,), 40, dtype=torch.int32, device="cuda"), 0.95 * floats
-
-        def sample(logits=logits, floats=floats, ids=ids, top_k=top_k, top_p=top_p) -> object:
-            return sample_tokens.sample_tokens(logits, floats, top_k, top_p, 0 * floats, ids, ids, ids)
-
-        moved = 4.0 * logits.numel()
-        time = timer(sample, graph=True, repeats=10)
-        parts = {"torch.topk": timer(lambda logits=logits: torch.topk(logits, 40, dim=-1), repeats=10)}
-        rows.append(Row(name, time, machine.floor(moved, 0), moved, 0.0, parts, None, None))
+        settings = (floats, top_k, top_p, 0 * floats, ids, ids, ids)
+        if wanted(f"sample {count} rows"):
+            add(f"sample {count} rows", partial(sample_tokens.sample_tokens, logits, *settings), logits, 40)
+        for k in (8, 64):
+            if wanted(f"best {k} of {count} rows"):
+                add(f"best {k} of {count} rows", partial(top_rows.top_rows, logits, k), logits, k)
     return rows

@@ -46,6 +46,7 @@ def main(wanted: str = "") -> dict:
         kernel_cases.row_kernel_rows,
         kernel_cases.expert_rows,
         kernel_cases.loss_rows,
+        kernel_cases.sampling_rows,
     )
     for group in groups:
         for row in group(timer, machine, chosen):
