@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from spec.commands.bench_decode import decode
 from spec.commands.options import (
     Device,
     Draft,
@@ -20,6 +21,7 @@ from spec.commands.options import (
 )
 
 bench = typer.Typer(no_args_is_help=True, help="Measure acceptance and speed.")
+bench.command()(decode)
 
 
 DRAFTS = typer.Option(help="eagle3 (resolved by target), a directory, or a hub id; repeatable. Default: eagle3.")
@@ -33,10 +35,6 @@ TURNS = typer.Option(min=1, help="Turns of a prompt, at most: MT-Bench has two. 
 TOKENS = typer.Option(min=2, help="New tokens for each turn, at most.")
 CHAIN = typer.Option(help="Chain lengths k: 3, or 1..8, or 1,3,5, or none.")
 TREE = typer.Option(help="Tree as depth,width,nodes (root counted), or none; repeatable. Default: the server's.")
-DECODE_TREE = typer.Option(
-    help="Tree as depth,width,nodes, or with random weights depth,width,nodes=AL, or none; repeatable. "
-    "Default: 3,2,6 and 5,4,24 and 8,4,32."
-)
 TREE_FILE = typer.Option(help="A tree that spec tune tree wrote; repeatable, besides the others.")
 TEMPERATURE = typer.Option(help="Temperatures, comma separated. 1 is always shown.")
 TOP_P = typer.Option(help="Above temperature 0.")
@@ -180,58 +178,6 @@ def costs(
 
     dummy = dummy_weights_option(dummy_weights, layers)
     step_costs.run(step_costs.Settings(target, measured_draft(draft), dummy, tensor_parallel, batch, device), output)
-
-
-@bench.command()
-def decode(
-    target: Target = "m3-tiny",
-    draft: Annotated[str, typer.Option(help="eagle3 (resolved by target), a directory, or a hub id.")] = "eagle3",
-    dummy_weights: Dummy = None,
-    layers: Layers = None,
-    chain: Annotated[str, typer.Option(help="Chain lengths k: 3, or 1..7, or 1,3,5, or none.")] = "1..7",
-    tree: Annotated[list[str] | None, DECODE_TREE] = None,
-    draft_weights: Annotated[str, typer.Option(help="none, mxfp8, mxfp4; several with commas.")] = "none",
-    draft_vocab: Annotated[
-        str, typer.Option(help="With --dummy-weights: full, or tokens that the draft knows; several with commas.")
-    ] = "full",
-    draft_attention: Annotated[
-        str, typer.Option(help="full, sparse or sparse:LAYER, as in spec serve; several with commas.")
-    ] = "full",
-    batch: Annotated[str, typer.Option(help="Sequences at a time; several with commas.")] = "1",
-    context: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of a prompt. Default: 1024 random ones, or with real weights as it is."),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy; above it M3's filters hold.")] = 0.0,
-    steps: Annotated[int, typer.Option(min=2, help="Steps that are timed, of each group of prompts.")] = 32,
-    device: Device = "auto",
-    output: Annotated[
-        Path | None, typer.Option(help="Write everything measured to this file.", callback=output_file)
-    ] = None,
-) -> None:
-    """Tokens per second of plain decoding, chains and trees, beside what the bytes promise; with random weights at the
-    acceptance of MiniMax-M3's published draft. Of the draft's options the first values are the base; every other one
-    is measured alone, then the last of each together."""
-    from spec.bench import decode as benchmark
-    from spec.bench.acceptance import parse_concurrency
-    from spec.bench.decode_settings import TREE_GAIN, Settings, parse_decode_shapes, parse_variants
-    from spec.pair import dummy_weights_option
-
-    dummy = dummy_weights_option(dummy_weights, layers)
-    synthetic = dummy is not None
-    settings = Settings(
-        target=target,
-        draft=measured_draft(draft),
-        dummy=dummy,
-        shapes=parse_decode_shapes(chain, tree or list(TREE_GAIN), synthetic),
-        variants=parse_variants(draft_weights, draft_vocab, draft_attention, synthetic),
-        batches=parse_concurrency(batch, "--batch"),
-        context=context,
-        temperature=temperature,
-        steps=steps,
-        device=device,
-    )
-    benchmark.run(settings, output)
 
 
 @bench.command()
