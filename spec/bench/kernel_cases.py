@@ -3,6 +3,8 @@ commit."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
+from functools import partial
 
 import torch
 
@@ -18,35 +20,56 @@ from spec.bench.msa_cases import (
     random,
     tree_batch,
 )
-from target_model.kernels import commit_rows, linear_kl, moe, norm_rope, norms, paged_attention, sample_tokens, top_rows
+from target_model.kernels import (
+    commit_rows,
+    linear_kl,
+    moe,
+    norm_rope,
+    norms,
+    packed_products,
+    packed_products_ref,
+    paged_attention,
+    sample_tokens,
+    top_rows,
+)
 from target_model.quantised import QuantisedWeight
-from target_model.quantised_formats import MXFP4, MXFP8
+from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, Format
 
 HIDDEN, WIDTH, EXPERTS, PER_TOKEN, VOCAB = 6144, 3072, 128, 4, 200_064
+ACTIVATION = (1.702, 7.0, 1.0)
+FORMS = {"MXFP8": MXFP8, "MXFP4": MXFP4, "NVFP4": NVFP4}
 
 
-def expert_weights(form: str) -> tuple[torch.Tensor | QuantisedWeight, torch.Tensor | QuantisedWeight]:
-    """Random w13 and w2 of one layer."""
-    shapes = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
-    if form == "bf16":
-        return random(*shapes[0]), random(*shapes[1])
-    return packed_weight(form, shapes[0]), packed_weight(form, shapes[1])
+def expert_weights(form: str, *leading: int) -> tuple[torch.Tensor | QuantisedWeight, torch.Tensor | QuantisedWeight]:
+    """Random w13 and w2 of one layer; `leading`: the number of experts, or nothing for a dense MLP."""
+    shapes = (*leading, 2 * WIDTH, HIDDEN), (*leading, HIDDEN, WIDTH)
+    make = random if form == "bf16" else partial(packed_weight, FORMS[form])
+    return make(*shapes[0]), make(*shapes[1])
 
 
-def packed_weight(form: str, shape: tuple[int, ...]) -> QuantisedWeight:
+def packed_weight(form: Format, *shape: int) -> QuantisedWeight:
     """Random codes, and scales that make numbers of common size of them."""
-    weight = QuantisedWeight(shape, {"MXFP8": MXFP8, "MXFP4": MXFP4}[form]).to_empty(device="cuda")
+    weight = QuantisedWeight(shape, form).to_empty(device="cuda")
     weight.values.view(torch.uint8).random_(0, 256)
-    weight.scale.random_(115, 120)
+    if form.tensor_scale:
+        weight.scale.view(torch.uint8).fill_(0x38)  # 1.0 in e4m3
+        weight.tensor_scale.fill_(2.0**-9)
+    else:
+        weight.scale.random_(115, 120)
     return weight
+
+
+def bytes_a_number(form: str) -> float:
+    """Bytes that a weight takes for each of its numbers, scales included."""
+    return 2.0 if form == "bf16" else FORMS[form].bytes((1 << 20, 1 << 10)) / (1 << 30)
 
 
 def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> Iterator[Row]:
     """Router and experts of one layer, routing drawn independently for each token."""
     gate, bias = torch.randn(EXPERTS, HIDDEN, device="cuda") * 0.01, torch.zeros(EXPERTS, device="cuda")
-    for form, value_bytes in (("bf16", 2.0), ("MXFP8", 1 + 1 / 32), ("MXFP4", 0.5 + 1 / 32)):
+    for form in ("bf16", *FORMS):
         counts = [rows for rows in (1, 4, 16, 64, 1024) if wanted(f"experts {form} {rows}")]
-        weights = expert_weights(form) if counts else ()
+        weights = expert_weights(form, EXPERTS) if counts else ()
         for count in counts:
             x = random(count, HIDDEN)
             shares, chosen = moe.route(x, gate, bias, PER_TOKEN, 2.0)
@@ -54,17 +77,34 @@ def expert_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -
             def route(x: torch.Tensor = x) -> object:
                 return moe.route(x, gate, bias, PER_TOKEN, 2.0)
 
-            def experts(arguments: tuple = (x, *weights, shares, chosen, 1.702, 7.0, 1.0)) -> object:
+            def experts(arguments: tuple = (x, *weights, shares, chosen, *ACTIVATION)) -> object:
                 return moe.grouped_experts(*arguments)
 
             repeats = 30 if count < 1024 else 10
             parts = {"router": timer(route, graph=True), "experts": timer(experts, graph=True, repeats=repeats)}
-            moved = chosen.unique().numel() * 3 * WIDTH * HIDDEN * value_bytes
+            moved = chosen.unique().numel() * 3 * WIDTH * HIDDEN * bytes_a_number(form)
             operations = 6.0 * WIDTH * HIDDEN * chosen.numel()
             floor = machine.floor(moved, operations)
             yield Row(f"experts {form} {count}", parts["experts"], floor, moved, operations, parts, None, None)
         del weights
         torch.cuda.empty_cache()
+
+
+def packed_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> Iterator[Row]:
+    """A dense MLP as wide as an expert, with packed weights; beside it the same in bf16 with PyTorch."""
+    for form, count in product(FORMS, (1, 16, 256, 4096)):
+        name = f"MLP {form} {count}"
+        if not wanted(name):
+            continue
+        x = random(count, HIDDEN)
+        weights, plain = expert_weights(form), expert_weights("bf16")
+        parts = {
+            "packed": timer(lambda x=x, w=weights: packed_products.mlp(x, *w, *ACTIVATION), graph=True),
+            "bf16": timer(lambda x=x, w=plain: packed_products_ref.mlp(x, *w, *ACTIVATION), graph=True),
+        }
+        moved = 3 * WIDTH * HIDDEN * bytes_a_number(form)
+        operations = 6.0 * WIDTH * HIDDEN * count
+        yield Row(name, parts["packed"], machine.floor(moved, operations), moved, operations, parts, None, None)
 
 
 def dense_rows(timer: Timer, machine: Machine, wanted: Callable[[str], bool]) -> list[Row]:

@@ -45,6 +45,7 @@ def main(wanted: str = "") -> dict:
         kernel_cases.dense_rows,
         kernel_cases.row_kernel_rows,
         kernel_cases.expert_rows,
+        kernel_cases.packed_rows,
         kernel_cases.loss_rows,
         kernel_cases.sampling_rows,
     )
