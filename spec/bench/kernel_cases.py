@@ -4,7 +4,6 @@ commit."""
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from functools import partial
 
 import torch
 
