@@ -15,8 +15,8 @@ from spec.bench.compare import published
 from target_model.dummy import DummyWeights
 from target_model.errors import UserError
 
-# AL of these trees over that of the chain of their depth: m3-tiny and its bundled draft, 30 prompts of MT-Bench, greedy,
-# where a chain of 3 has an AL of 2.85.
+# AL of these trees over that of the chain of their depth: m3-tiny and its bundled draft, 30 prompts of MT-Bench,
+# greedy, where a chain of 3 has an AL of 2.85.
 TREE_GAIN = {"3,2,6": 1.08, "5,4,24": 1.25, "8,4,32": 1.29}
 
 
