@@ -97,6 +97,16 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    @property
+    def run(self) -> int:
+        """RUN of moe_widen.py: four warps share a matrix unit's instructions where the tile is large enough."""
+        return 2 if self.num_warps % 4 == 0 and self.block_w >= 64 and self.block_m >= 16 else 4
+
+    @property
+    def order(self) -> dict:
+        """Launch keywords on the order of the products."""
+        return {"BLOCK_K": self.block_k, "RUN": self.run}
+
 
 def operand(weight: Weight, x: Tensor) -> Operand:
     """A weight that is to be multiplied with x."""
@@ -114,7 +124,7 @@ def operand(weight: Weight, x: Tensor) -> Operand:
 
 
 def plan(
-    experts_TN: Tensor, experts: int, block_m: int, x_TH: Tensor, block_k: int, per: int, shared: bool
+    experts_TN: Tensor, experts: int, x_TH: Tensor, tile: Tile, per: int, shared: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x for
     weights of `per` numbers a word (x itself for 1). With `shared` every row has one pair more, of expert number
@@ -122,34 +132,34 @@ def plan(
     """
     hidden = x_TH.shape[1]
     pairs, experts = experts_TN.numel() + shared * len(experts_TN), experts + shared
-    tiles = pairs // block_m + min(experts, pairs)
-    order = torch.empty(tiles * block_m, dtype=torch.int32, device=experts_TN.device)
+    tiles = pairs // tile.block_m + min(experts, pairs)
+    order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=experts_TN.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts_TN.device)
-    arranged, chunks = room_for(x_TH, block_k, per)
+    arranged, chunks = room_for(x_TH, tile, per)
     plan_kernel[(experts + chunks,)](
         experts_TN, order, tile_expert, x_TH, arranged, pairs, tiles, E=experts, E_PAD=power_of_two(experts + 1),
-        N=experts_TN.shape[1], SHARED=shared, BLOCK_M=block_m, CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden,
-        HP=arranged.shape[1], PER=per, BLOCK_K=block_k, ARRANGED=ARRANGED_AT_ONCE, PDL=PDL,
+        N=experts_TN.shape[1], SHARED=shared, BLOCK_M=tile.block_m, CHUNK=min(1024, max(32, power_of_two(pairs))),
+        H=hidden, HP=arranged.shape[1], PER=per, ARRANGED=ARRANGED_AT_ONCE, PDL=PDL, **tile.order,
         **launch_options(4, 1),
     )  # fmt: skip
     return order, tile_expert, arranged
 
 
-def room_for(x_TH: Tensor, block_k: int, per: int) -> tuple[Tensor, int]:
+def room_for(x_TH: Tensor, tile: Tile, per: int) -> tuple[Tensor, int]:
     """Where x goes in the order of the products, and the number of chunks to be moved there; x itself for plain
     weights."""
     rows, hidden = x_TH.shape
     if per == 1:
         return x_TH, 0
-    padded = cdiv(hidden, block_k) * block_k
+    padded = cdiv(hidden, tile.block_k) * tile.block_k
     return x_TH.new_empty(rows, padded), rows * cdiv(padded, ARRANGED_AT_ONCE)
 
 
-def arrange(x_TH: Tensor, block_k: int, per: int) -> Tensor:
+def arrange(x_TH: Tensor, tile: Tile, per: int) -> Tensor:
     """x in the order of the products."""
-    out, chunks = room_for(x_TH, block_k, per)
+    out, chunks = room_for(x_TH, tile, per)
     arrange_kernel[(chunks,)](
-        x_TH, out, H=x_TH.shape[1], HP=out.shape[1], PER=per, BLOCK_K=block_k, BLOCK=ARRANGED_AT_ONCE, PDL=PDL,
+        x_TH, out, H=x_TH.shape[1], HP=out.shape[1], PER=per, BLOCK=ARRANGED_AT_ONCE, PDL=PDL, **tile.order,
         **launch_options(4, 1),
     )  # fmt: skip
     return out
@@ -213,9 +223,7 @@ def run_experts(
     require_tensor("weights", weights_TN, (rows, per_token), (torch.float32,))
     require_tensor("experts", experts_TN, (rows, per_token), (torch.int64,))
     w13, w2 = operand(w13_E2IH, x_TH), operand(w2_EHI, x_TH)
-    order, tile_expert, arranged = plan(
-        experts_TN, experts, tile.block_m, x_TH, tile.block_k, w13.per, shared is not None
-    )
+    order, tile_expert, arranged = plan(experts_TN, experts, x_TH, tile, w13.per, shared is not None)
     operands = (w13, w2) if shared is None else (w13, w2, *(operand(weight, x_TH) for weight in shared))
     all_per_token = per_token + (shared is not None)
     y = two_products(arranged, operands, rows * all_per_token, hidden, (alpha, limit, beta), tile, all_per_token,
@@ -253,9 +261,9 @@ def two_products(
     tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
     act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)
     constants = {
-        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "BLOCK_K": tile.block_k,
+        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m,
         "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
-        **w13.constants, **launch_options(tile.num_warps, tile.num_stages),
+        **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages),
     }  # fmt: skip
     up_kernel[(cdiv(padded, tile.block_w // 2), tiles)](
         x, *w13.tensors, *shared13.tensors, *(planned or (y, y)), act, pairs, *activation, HP=x.shape[1], N=per_token,

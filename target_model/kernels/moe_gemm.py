@@ -24,13 +24,13 @@ from target_model.kernels.moe_widen import UNSCALE, column_of, multiplier, numbe
 @triton.jit
 def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.constexpr, ROWS: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-            MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+            RUN: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """weights[rows] . x^T, fp32 [ROWS, BLOCK_M]; row_at, x_at: int64 row numbers of the [.., W] weights, and where rows
     of x begin."""
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
     for first in range(0, W, BLOCK_K):
         acc = product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W, ROWS, BLOCK_K, FORMAT, GROUP,
-                           MASKED, UPCAST)  # fmt: skip
+                           RUN, MASKED, UPCAST)  # fmt: skip
     if FORMAT != "none":
         acc *= UNSCALE
     if ROW != "":
@@ -41,8 +41,8 @@ def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.c
 
 @triton.jit
 def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-                 UPCAST: tl.constexpr):  # fmt: skip
+                 BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
+                 MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """acc += the product over columns first .. first + BLOCK_K; without MASKED no tile reaches over an edge."""
     PER: tl.constexpr = numbers_per_word(FORMAT)
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -50,12 +50,12 @@ def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: 
     at = weights + row_at[:, None] * (W // PER) + k[None, :]
     w = tl.load(at, mask=row_ok[:, None] & (k < W // PER)[None, :], other=0) if MASKED else tl.load(at)
     if FORMAT != "none":
-        w = own_order(w, ROWS, WORDS)
+        w = own_order(w, ROWS, WORDS, RUN)
         factor = factors(scales, row_at, row_ok, first, W, ROWS, BLOCK_K, FORMAT, GROUP, MASKED)
-        factor = own_order(factor, ROWS, WORDS)
+        factor = own_order(factor, ROWS, WORDS, RUN)
     for n in tl.static_range(PER):
         position = first + n * WORDS + tl.arange(0, WORDS)
-        ok = x_ok[None, :] & (column_of(position, PER, BLOCK_K) < W)[:, None] if MASKED else x_ok[None, :]
+        ok = x_ok[None, :] & (column_of(position, PER, BLOCK_K, RUN) < W)[:, None] if MASKED else x_ok[None, :]
         tokens = tl.load(x + x_at[None, :] + position[:, None], mask=ok, other=0.0)
         plane = widen(w, UPCAST) if FORMAT == "none" else widen_word(w, factor, n, FORMAT, UPCAST)
         acc = tl.dot(plane, widen(tokens, UPCAST), acc, input_precision="ieee")
@@ -107,6 +107,7 @@ def up_kernel(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
+    RUN: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -122,21 +123,21 @@ def up_kernel(
         if expert == E:
             w13, w13_scale, w13_row, expert = shared, shared_scale, shared_row, expert * 0
     token = tl.maximum(pair, 0) // N
-    # The tile's columns are RUN neighbours of each plane, in the order in which act holds them.
+    # The tile's columns are SHARE neighbours of each plane, in the order in which act holds them.
     PER: tl.constexpr = numbers_per_word(FORMAT)
-    RUN: tl.constexpr = BLOCK_I // PER
+    SHARE: tl.constexpr = BLOCK_I // PER
     first = tl.program_id(0) * BLOCK_I
     if PER > 1:
         first = first // BLOCK_K * BLOCK_K + first % BLOCK_K // PER
     i = tl.arange(0, BLOCK_I)
-    position = first + i // RUN * (BLOCK_K // PER) + i % RUN
+    position = first + i // SHARE * (BLOCK_K // PER) + i % SHARE
     row = tl.arange(0, 2 * BLOCK_I)
     own = row % BLOCK_I
-    column = column_of(first + own // RUN * (BLOCK_K // PER) + own % RUN, PER, BLOCK_K)
+    column = column_of(first + own // SHARE * (BLOCK_K // PER) + own % SHARE, PER, BLOCK_K, RUN)
     w_row = expert.to(tl.int64) * (2 * I) + column + tl.where(row < BLOCK_I, 0, I)
     MASKED: tl.constexpr = H % BLOCK_K != 0 or I % BLOCK_I != 0 or I != IP
     acc = product(w13, w13_scale, w13_row, w_row, column < I, x, token.to(tl.int64) * HP, pair >= 0, H, 2 * BLOCK_I,
-                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, MASKED, UPCAST)  # fmt: skip
+                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, MASKED, UPCAST)  # fmt: skip
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_I, BLOCK_M]), [1, 2, 0]))
     gate = gate.to(act.dtype.element_ty).to(tl.float32)  # the projection's own rounding
     up = up.to(act.dtype.element_ty).to(tl.float32)
@@ -180,6 +181,7 @@ def down_kernel(
     FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
+    RUN: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -197,7 +199,7 @@ def down_kernel(
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
     acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,
-                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, MASKED, UPCAST)  # fmt: skip
+                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, MASKED, UPCAST)  # fmt: skip
     to = y + pair.to(tl.int64)[None, :] * H + h[:, None]
     tl.store(to, acc.to(y.dtype.element_ty), mask=(pair >= 0)[None, :] & (h < H)[:, None])
 

@@ -118,6 +118,7 @@ def plan_kernel(
     HP: tl.constexpr,
     PER: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr,
     ARRANGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -126,7 +127,7 @@ def plan_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)
     if mine >= E:
-        arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, ARRANGED)
+        arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, RUN, ARRANGED)
         return
     e = tl.arange(0, E_PAD)
     i = tl.arange(0, CHUNK)

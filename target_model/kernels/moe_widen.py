@@ -9,10 +9,11 @@ group's scale times 2^126 (2^120) gives the weight: about four instructions for 
 The multiplier must fit bf16, so weights come out multiplied by 2^-16, and the caller multiplies the sums by UNSCALE.
 E8M0 scales from 2^-100 to 2^17 are exact; larger ones become infinite. The codes of NaN in e4m3 read as +-480.
 
-Order of columns. In the first operand of a matrix unit a thread holds 2 neighbours of every 8 columns, so it would hold
-2 words of each of four groups. The words of BLOCK_K columns are therefore dealt out in another order (`own_order`), in
-which a thread holds a quarter of them that stand side by side in memory: wide loads, and one scale for 8 words. The
-other operand is stored in that order (`column_of`): blocks of BLOCK_K columns, in them plane after plane.
+Order of columns. In the first operand of a matrix unit a thread holds RUN neighbours of every 4 RUN columns (2 in the
+instructions of four warps together, 4 in those of one warp), so it would hold some words of each of several groups. The
+words of BLOCK_K columns are therefore dealt out in another order (`own_order`), in which a thread holds 8 words that
+stand side by side in memory: wide loads, and one scale for all of them. The other operand is stored in that order
+(`column_of`): blocks of BLOCK_K columns, in them plane after plane.
 """
 
 import triton
@@ -30,7 +31,7 @@ def numbers_per_word(form: str) -> int:
 
 
 @triton.jit
-def column_of(position, PER: tl.constexpr, BLOCK_K: tl.constexpr):
+def column_of(position, PER: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr):
     """The column that stands at `position` of a row in the order of the products."""
     if PER == 1:
         return position
@@ -38,25 +39,25 @@ def column_of(position, PER: tl.constexpr, BLOCK_K: tl.constexpr):
         WORDS: tl.constexpr = BLOCK_K // PER
         inner = position % BLOCK_K
         k = inner % WORDS
-        word = k // 2 % 4 * (WORDS // 4) + k // 16 * 4 + k // 8 % 2 * 2 + k % 2
+        word = k // 32 * 32 + k // RUN % 4 * 8 + k // (4 * RUN) % (8 // RUN) * RUN + k % RUN
         return position - inner + word * PER + inner // WORDS
 
 
 @triton.jit
-def own_order(x, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def own_order(x, ROWS: tl.constexpr, WORDS: tl.constexpr, RUN: tl.constexpr):
     """Words [ROWS, WORDS] in the order of the products."""
-    x = tl.reshape(x, [ROWS, 4, WORDS // 16, 2, 2])
-    return tl.reshape(tl.permute(x, [0, 2, 3, 1, 4]), [ROWS, WORDS])
+    x = tl.reshape(x, [ROWS, WORDS // 32, 4, 8 // RUN, RUN])
+    return tl.reshape(tl.permute(x, [0, 1, 3, 2, 4]), [ROWS, WORDS])
 
 
 @triton.jit
 def arrange(x, out, chunk, H: tl.constexpr, HP: tl.constexpr, PER: tl.constexpr, BLOCK_K: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+            RUN: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Chunk number `chunk` of x [T, H] to out [T, HP] in the order of the products. HP: H up to whole BLOCK_K."""
     CHUNKS: tl.constexpr = (HP + BLOCK - 1) // BLOCK
     t = (chunk // CHUNKS).to(tl.int64)
     position = chunk % CHUNKS * BLOCK + tl.arange(0, BLOCK)
-    column = column_of(position, PER, BLOCK_K)
+    column = column_of(position, PER, BLOCK_K, RUN)
     values = tl.load(x + t * H + column, mask=(position < HP) & (column < H), other=0.0)
     tl.store(out + t * HP + position, values, mask=position < HP)
 
@@ -69,13 +70,14 @@ def arrange_kernel(
     HP: tl.constexpr,
     PER: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    arrange(x, out, tl.program_id(0), H, HP, PER, BLOCK_K, BLOCK)
+    arrange(x, out, tl.program_id(0), H, HP, PER, BLOCK_K, RUN, BLOCK)
 
 
 @triton.jit

@@ -30,12 +30,12 @@ def linear(x_TK: Tensor, weight_NK: QuantisedWeight) -> Tensor:
     if rows >= MANY_ROWS:
         return torch.cat([F.linear(x_TK, widened(weight, first)) for first in range(0, outputs, TILE_ROWS)], dim=-1)
     tile = linear_shape(rows, outputs)
-    x = arrange(x_TK, tile.block_k, weight.per)
+    x = arrange(x_TK, tile, weight.per)
     y = x_TK.new_empty(rows, outputs)
     down_kernel[(cdiv(outputs, tile.block_w), cdiv(rows, tile.block_m))](
         x, *weight.tensors, *weight.tensors, y, y, y, rows, E=0, H=outputs, I=columns, IP=x.shape[1],
-        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, BLOCK_K=tile.block_k, PLANNED=False, SHARED=False,
-        UPCAST=INTERPRETED, PDL=PDL, **weight.constants, **launch_options(tile.num_warps, tile.num_stages),
+        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, PLANNED=False, SHARED=False, UPCAST=INTERPRETED, PDL=PDL,
+        **tile.order, **weight.constants, **launch_options(tile.num_warps, tile.num_stages),
     )  # fmt: skip
     return y
 
@@ -48,7 +48,7 @@ def mlp(x_TH: Tensor, w13_2IH: Weight, w2_HI: Weight, alpha: float, limit: float
     require_tensor("x", x_TH, (None, w13_2IH.shape[1]), (torch.bfloat16,))
     operands = operand(w13_2IH, x_TH), operand(w2_HI, x_TH)
     tile = linear_shape(rows, hidden)
-    x = arrange(x_TH, tile.block_k, operands[0].per)
+    x = arrange(x_TH, tile, operands[0].per)
     return two_products(x, operands, rows, hidden, (alpha, limit, beta), tile)
 
 
