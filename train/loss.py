@@ -172,9 +172,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         saved, head = list(ctx.saved_tensors), None
         if ctx.need_head:
-            total = saved.pop(0)
-            # Scaled and rounded in one pass: a second copy in fp32 would be as large as the gradient itself.
-            head = torch.mul(total, grad_loss, out=torch.empty_like(total, dtype=ctx.head_dtype))
+            head = ops.scaled(saved.pop(0), grad_loss, ctx.head_dtype)
         states = [grad * grad_loss.to(grad.dtype) for grad in saved]
         return None, head, *(states if ctx.need_states else [None] * (len(ctx.needs_input_grad) - 2))
 

@@ -12,48 +12,63 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, PDL, launch_options, power_of_two, require_tensor
+from target_model.kernels.common import FLOATS, LOG2_E, PDL, launch_options, power_of_two, require_tensor
+from target_model.kernels.linear_kl_ref import scaled
+
+BITS = tl.constexpr(LOG2_E)  # exp(x) = exp2(BITS x)
 
 
 @triton.jit
-def _statistics(student, teacher, V, BLOCK: tl.constexpr):
-    """Of one row of both: KL, log-sum-exps, whether both put the same token first (ties: the lower id). Every lane
-    keeps online sums of its own columns; they are joined at the end.
+def _tile(logits, first, V, LANES: tl.constexpr, EACH: tl.constexpr):
+    """fp32 [LANES, EACH] of one row from column `first` on (-inf behind its end), and the columns."""
+    v = first + tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    return tl.load(logits + v, mask=v < V, other=float("-inf")).to(tl.float32), v
+
+
+@triton.jit
+def _next(x, v, top, best, total):
+    """The running maximum of every lane, its first column, and the sum of exp(x - maximum), with one tile more; besides
+    the tile's exponentials and what older sums are multiplied with.
     """
-    i = tl.arange(0, BLOCK)
-    s_max = tl.full([BLOCK], float("-inf"), tl.float32)
-    t_max = tl.full([BLOCK], float("-inf"), tl.float32)
-    s_best = tl.zeros([BLOCK], tl.int32)
-    t_best = tl.zeros([BLOCK], tl.int32)
-    s_sum = tl.zeros([BLOCK], tl.float32)
-    t_sum = tl.zeros([BLOCK], tl.float32)
-    cross = tl.zeros([BLOCK], tl.float32)  # sum of exp(t - max) (t - s)
-    for first in range(0, V, BLOCK):
-        v = first + i
-        s = tl.load(student + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        t = tl.load(teacher + v, mask=v < V, other=float("-inf")).to(tl.float32)
-        s_best = tl.where(s > s_max, v, s_best)
-        t_best = tl.where(t > t_max, v, t_best)
-        s_new = tl.maximum(s_max, s)
-        t_new = tl.maximum(t_max, t)
-        s_base = tl.where(s_new > float("-inf"), s_new, 0.0)
-        t_base = tl.where(t_new > float("-inf"), t_new, 0.0)
-        decay = tl.exp(t_max - t_base)
-        weight = tl.exp(t - t_base)
-        s_sum = s_sum * tl.exp(s_max - s_base) + tl.exp(s - s_base)
-        t_sum = t_sum * decay + weight
-        cross = cross * decay + tl.where(v < V, weight * (t - s), 0.0)
-        s_max = s_new
-        t_max = t_new
-    s_top = tl.max(s_max, 0)
-    t_top = tl.max(t_max, 0)
-    t_scale = tl.exp(t_max - t_top)
-    t_total = tl.sum(t_sum * t_scale, 0)
-    s_log = s_top + tl.log(tl.sum(s_sum * tl.exp(s_max - s_top), 0))
-    t_log = t_top + tl.log(t_total)
-    kl = tl.sum(cross * t_scale, 0) / t_total - t_log + s_log
-    s_first = tl.min(tl.where(s_max == s_top, s_best, 0x7FFFFFFF), 0)
-    t_first = tl.min(tl.where(t_max == t_top, t_best, 0x7FFFFFFF), 0)
+    tile_top = tl.max(x, 1)
+    best = tl.where(tile_top > top, tl.min(tl.where(x == tile_top[:, None], v, 0x7FFFFFFF), 1), best)
+    new_top = tl.maximum(top, tile_top)
+    base = tl.where(new_top > float("-inf"), new_top, 0.0) * BITS
+    decay = tl.exp2(top * BITS - base)
+    exponentials = tl.exp2(x * BITS - base[:, None])
+    return new_top, best, total * decay + tl.sum(exponentials, 1), exponentials, decay
+
+
+@triton.jit
+def _log_sum(top, best, total):
+    """Joins the lanes: log-sum-exp, first column of the maximum, and each lane's weight in a sum."""
+    highest = tl.max(top, 0)
+    weight = tl.exp2((top - highest) * BITS)
+    first = tl.min(tl.where(top == highest, best, 0x7FFFFFFF), 0)
+    return highest + tl.log(tl.sum(total * weight, 0)), first, weight
+
+
+@triton.jit
+def _statistics(student, teacher, V, LANES: tl.constexpr, EACH: tl.constexpr):
+    """Of one row of both: KL, log-sum-exps, whether both put the same token first (ties: the lower id). Every lane has
+    sums of its own, moved to a new maximum once a tile and not once a number.
+    """
+    s_top = tl.full([LANES], float("-inf"), tl.float32)
+    t_top = tl.full([LANES], float("-inf"), tl.float32)
+    s_best = tl.zeros([LANES], tl.int32)
+    t_best = tl.zeros([LANES], tl.int32)
+    s_sum = tl.zeros([LANES], tl.float32)
+    t_sum = tl.zeros([LANES], tl.float32)
+    cross = tl.zeros([LANES], tl.float32)  # sum of exp(t - max) (t - s)
+    for first in range(0, V, LANES * EACH):
+        s, v = _tile(student, first, V, LANES, EACH)
+        t, _ = _tile(teacher, first, V, LANES, EACH)
+        s_top, s_best, s_sum, _, _ = _next(s, v, s_top, s_best, s_sum)
+        t_top, t_best, t_sum, weight, decay = _next(t, v, t_top, t_best, t_sum)
+        cross = cross * decay + tl.sum(tl.where(v < V, weight * (t - s), 0.0), 1)
+    s_log, s_first, _ = _log_sum(s_top, s_best, s_sum)
+    t_log, t_first, weight = _log_sum(t_top, t_best, t_sum)
+    kl = tl.sum(cross * weight, 0) / tl.sum(t_sum * weight, 0) - t_log + s_log
     return kl, s_log, t_log, (s_first == t_first).to(tl.int32)
 
 
@@ -68,7 +83,8 @@ def kl_rows_kernel(
     hits,  # int32 [C]
     V,
     GRADIENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -77,19 +93,18 @@ def kl_rows_kernel(
     c = tl.program_id(0)
     student += c.to(tl.int64) * V
     teacher += tl.load(teacher_rows + c) * V
-    row_kl, s_log, t_log, hit = _statistics(student, teacher, V, BLOCK)
+    row_kl, s_log, t_log, hit = _statistics(student, teacher, V, LANES, EACH)
     tl.store(kl + c, row_kl)
     tl.store(hits + c, hit)
     if GRADIENT:
         row_weight = tl.load(weights + c)
-        shared = tl.zeros([BLOCK], tl.float32)
-        for first in range(0, V, BLOCK):
-            v = first + tl.arange(0, BLOCK)
-            s = tl.load(student + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            t = tl.load(teacher + v, mask=v < V, other=float("-inf")).to(tl.float32)
-            q = tl.exp(s - s_log)
-            p = tl.exp(t - t_log)
-            shared += tl.minimum(p, q)
+        shared = tl.zeros([LANES], tl.float32)
+        for first in range(0, V, LANES * EACH):
+            s, v = _tile(student, first, V, LANES, EACH)
+            t, _ = _tile(teacher, first, V, LANES, EACH)
+            q = tl.exp2((s - s_log) * BITS)
+            p = tl.exp2((t - t_log) * BITS)
+            shared += tl.sum(tl.minimum(p, q), 1)
             tl.store(student + v, (row_weight * (q - p)).to(student.dtype.element_ty), mask=v < V)
         tl.store(alpha + c, tl.sum(shared, 0))
 
@@ -108,11 +123,13 @@ def kl_rows(
     require_tensor("weights", weights_C, (rows,), (torch.float32,))
     kl, alpha = (torch.zeros(rows, dtype=torch.float32, device=student_CV.device) for _ in range(2))
     hits = torch.zeros(rows, dtype=torch.int32, device=student_CV.device)
-    block = min(4096, power_of_two(vocab))
+    # A lane's eight numbers are sixteen bytes: one load of one thread.
+    each = 8
+    lanes = min(512, max(32, power_of_two(vocab) // each))
     if rows:
         kl_rows_kernel[(rows,)](
-            student_CV, teacher_AV, teacher_rows_C, weights_C, kl, alpha, hits, vocab, GRADIENT=gradient, BLOCK=block,
-            PDL=PDL, **launch_options(16 if block == 4096 else 4, 1),
+            student_CV, teacher_AV, teacher_rows_C, weights_C, kl, alpha, hits, vocab, GRADIENT=gradient, LANES=lanes,
+            EACH=each, PDL=PDL, **launch_options(lanes // 32, 1),
         )  # fmt: skip
     return kl, alpha, hits
 
@@ -155,9 +172,8 @@ class _LinearKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, *_):
         state_grad, head_grad = ctx.saved_tensors
-        # Written once, in its final dtype: there is no second fp32 copy of a gradient of the head's size.
-        scaled = torch.mul(head_grad, grad_loss, out=torch.empty_like(head_grad, dtype=ctx.head_dtype))
-        return state_grad * grad_loss.to(state_grad.dtype), scaled, None, None, None, None
+        head_grad = scaled(head_grad, grad_loss, ctx.head_dtype)
+        return state_grad * grad_loss.to(state_grad.dtype), head_grad, None, None, None, None
 
 
 def linear_kl(

@@ -24,6 +24,14 @@ def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:
     return product.float() if total_MN is None else total_MN.add_(product)
 
 
+def scaled(total_MN: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total * factor in another dtype, in pieces that a GPU's cache holds: no second fp32 copy of a head's size."""
+    out = torch.empty_like(total_MN, dtype=dtype)
+    for whole, piece in zip(out.split(1024), total_MN.split(1024), strict=True):
+        whole.copy_(piece * factor)
+    return out
+
+
 def linear_kl(
     state_TH: Tensor,
     head_VH: Tensor,

@@ -229,6 +229,11 @@ def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:
     return _implementation("linear_kl", a_KM).add_product(total_MN, a_KM, b_KN)
 
 
+def scaled(total_MN: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """total * factor in another dtype."""
+    return _implementation("linear_kl", total_MN).scaled(total_MN, factor, dtype)
+
+
 def sample_tokens(
     logits_NV: Tensor,
     temperature_N: Tensor,
