@@ -5,8 +5,12 @@ import json
 import pytest
 import torch
 
+from spec.bench import training
+from target_model.kernels import ops
 from train.attention import explicit_attention, flash_attention
 from train.config import parse_config
+from train.engine import DraftEngine, processes
+from train.loss import Teacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -33,6 +37,53 @@ def test_flash_is_as_exact_as_bf16_allows(own, heads, kv_heads, dim, length):
     for reference, ours, theirs in zip(exact, flash, plain, strict=True):
         allowed = 2 * (theirs.double() - reference).abs().max() + 1e-3
         assert (ours.double() - reference).abs().max() <= allowed
+
+
+def test_sums_over_chunks_are_fp32():
+    """Products in bf16 that add up to a sum in fp32: error to fp64 far below what sums in bf16 would have."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(4096, n, device="cuda", generator=generator, dtype=torch.bfloat16) for n in (512, 384))
+    exact, total, rounded = a.double().T @ b.double(), None, torch.zeros(512, 384, device="cuda", dtype=torch.bfloat16)
+    for left, right in zip(a.split(512), b.split(512), strict=True):
+        total = ops.add_product(total, left, right)
+        rounded += left.T @ right
+    assert total.dtype == torch.float32
+    assert 100 * (total - exact).norm() < (rounded - exact).norm()
+    factor = torch.tensor(0.5, device="cuda")
+    assert torch.equal(ops.scaled(total, factor, torch.bfloat16), (total * 0.5).bfloat16())
+
+
+ENGINES = {
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "recompute": {"activation_checkpointing": True},
+    "optimizer on the host": {"zero_stage": 2, "offload_optimizer": True},
+    "all on the host": {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+}
+
+
+def losses_of_an_engine(**engine) -> list[float]:
+    """Four optimizer steps on one batch."""
+    config, device, steps = training.draft_config(small=True), torch.device("cuda", torch.cuda.current_device()), 3
+    features = training.random_features(config, 256, steps, device, torch.bfloat16)
+    teacher = Teacher(training._teacher_head(config, device, torch.bfloat16), None)
+    weights = training._weights(features, steps)
+    settings = {"name": "x", "data": {"path": "x", "sequence_length": 256}, "ttt": {"steps": steps}}
+    settings |= {"schedule": {"steps": 4}, "engine": {"device": "cuda", "micro_batch": 1, **engine}}
+    made = DraftEngine(training.random_draft(config, device), teacher, parse_config(settings), torch.bfloat16)
+    try:
+        return [float((made.step([features], weights, 1e-3).loss * weights.double()).sum()) for _ in range(4)]
+    finally:
+        made.close()
+
+
+def test_every_engine_takes_the_same_steps():
+    with processes(torch.device("cuda", torch.cuda.current_device())):
+        usual = losses_of_an_engine(zero_stage=0)
+        assert usual[-1] < usual[0] - 0.01
+        for name, engine in ENGINES.items():
+            assert losses_of_an_engine(**engine) == pytest.approx(usual, rel=3e-3), name
 
 
 def test_a_run_in_bf16_learns_and_resumes(tmp_path):
