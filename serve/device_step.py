@@ -13,7 +13,6 @@ A = taps * target hidden, H draft hidden, J index heads, K heads of the draft, V
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ from serve.budget import OFF
 from serve.drafter import Drafter, Roots
 from serve.guesses import DeviceGuesses, Noise, RowSettings
 from serve.request import Sequence
-from serve.step_buffers import Mark, Size, StepBuffers
+from serve.step_buffers import Marks, Size, StepBuffers
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import Tree, TreeConfig
+from serve.tree_tensors import accepted, ancestry, longest
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 from target_model.kernels import ops
@@ -60,7 +60,8 @@ class DeviceStep:
         self.graphs, self.synthetic = graphs, synthetic
         self.taps = drafter.draft.config.taps if drafter else ()
         self.seconds = (0.0, 0.0)  # that the last step took to draft and to verify
-        self._marks: list[Mark] = []
+        self._last: tuple[Size, list[Sequence]] | None = None
+        self._ahead: Marks | None = None  # when the trees of the next step were drafted, if they have been
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
         self._halves: dict[Size, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._pool: tuple[int, int] | None = None
@@ -79,6 +80,10 @@ class DeviceStep:
     def run(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Decided]:
         """One step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r. A drafter
         follows up to the bonus token, after a tree; without one the sequences have heard what the target left.
+
+        When a step is of the same size and sequences as the one before, the next trees are drafted before the host
+        reads this step's result. They count if the next step is so, too, else they are drafted anew: they lie behind
+        all decided tokens and do no harm.
         """
         shape = shape if self.drafter and max(limits) else OFF
         if shape != OFF:
@@ -88,10 +93,11 @@ class DeviceStep:
         size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
         buffers = self._buffers_of(size)
         wanted = [self.synthetic.wanted() for _ in sequences] if self.synthetic else None
-        buffers.load(sequences, limits, wanted, drafting=shape != OFF)
-        self._run_halves(size, buffers)
-        decided = [_read(row, size.depth, size.nodes) for row in buffers.fetch(len(sequences))]
-        self.seconds = tuple(buffers.between(*pair) for pair in pairwise(self._marks))
+        moved = buffers.load(sequences, limits, wanted, drafting=shape != OFF)
+        step = size, list(sequences)
+        steady, self._last = step == self._last, step
+        rows = self._run_halves(size, buffers, self._ahead if steady and not moved else None, go_on=steady)
+        decided = [_read(row, size.depth, size.nodes) for row in rows[: len(sequences)]]
         for r, (sequence, each) in enumerate(zip(sequences, decided, strict=True)):
             if wanted:
                 self.synthetic.settle(wanted[r] - len(each.path))
@@ -115,20 +121,26 @@ class DeviceStep:
             self._buffers[key] = StepBuffers(*key, self.cache, self.drafter)
         return self._buffers[key]
 
-    def _run_halves(self, size: Size, buffers: StepBuffers) -> None:
-        """Drafts and verifies, without waiting for either; `_marks` are around them."""
+    def _run_halves(self, size: Size, buffers: StepBuffers, ahead: Marks | None, *, go_on: bool) -> list[list[int]]:
+        """The result, row by row. `ahead`: when these trees were drafted, if they have been. `go_on`: draft the next
+        ones.
+        """
         known = self._halves.get(size)
         draft, verify = known or (
             partial(self._draft, size, buffers) if size.shape != OFF else _nothing,
             partial(self._verify, size, buffers),
         )
-        self._marks = [buffers.mark()]
-        for half in (draft, verify):
-            half()
-            self._marks.append(buffers.mark())
+        drafted = ahead or buffers.timed(draft)
+        verified = buffers.timed(verify)
+        buffers.send_result()
         if known is None:
             capture = self._captured if self.graphs else _as_it_is
-            self._halves[size] = (draft if size.shape == OFF else capture(draft), capture(verify))
+            draft = draft if size.shape == OFF else capture(draft)
+            self._halves[size] = draft, capture(verify)
+        self._ahead = buffers.timed(draft) if go_on and size.shape != OFF else None
+        result = buffers.result()
+        self.seconds = buffers.between(*drafted), buffers.between(*verified)
+        return result
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         """A graph of what has just run for the first time. All graphs take turns in one pool of memory: what outlives a
@@ -171,7 +183,7 @@ class DeviceStep:
         if nodes == 1:
             token_RN = buffers.root_R[:, None].contiguous()
         index_N = torch.arange(nodes, device=token_RN.device)
-        depth_RN, mask_RN = _ancestry(parent_RN, depth)
+        depth_RN, mask_RN = ancestry(parent_RN, depth)
         batch = Batch.grid(
             self.cache.page_size,
             token_RN,
@@ -187,8 +199,8 @@ class DeviceStep:
         choice_RN = self._choose(output.final_state, buffers.settings(), depth_RN, size)
         hit_RN = (token_RN == choice_RN.gather(1, parent_RN)) & buffers.live_RN[:, :nodes]
         if self.synthetic:
-            hit_RN = _longest(depth_RN, mask_RN, buffers.live_RN[:, :nodes], buffers.wanted_R)
-        path_RF = _accepted(hit_RN, parent_RN, depth_RN, depth)
+            hit_RN = longest(depth_RN, mask_RN, buffers.live_RN[:, :nodes], buffers.wanted_R)
+        path_RF = accepted(hit_RN, parent_RN, depth_RN, depth)
         kept_R1 = (path_RF >= 0).sum(1, keepdim=True) - 1
         decided_RF = choice_RN.gather(1, path_RF.clamp(min=0))
         if self.synthetic:
@@ -202,6 +214,7 @@ class DeviceStep:
             buffers.leave(output.aux, choice_TJN)
         live_RN = buffers.live_RN[:, :nodes].long()
         buffers.keep([kept_R1, decided_RF, path_RF[:, 1:], token_RN, parent_RN, live_RN])
+        buffers.advance(decided_RF.gather(1, kept_R1)[:, 0], kept_R1[:, 0] + 1)
 
     def _choose(self, state_TH: Tensor, rows: RowSettings, depth_RN: Tensor, size: Size) -> Tensor:
         """The target's token behind every node, int64 [R, N]."""
@@ -258,41 +271,6 @@ def _nothing() -> None:
 
 def _as_it_is(run: Callable[[], None]) -> Callable[[], None]:
     return run
-
-
-def _ancestry(parent_RN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Depth of every node below its root, and the bit mask of itself and its ancestors, int64 [R, N] both."""
-    index_N = torch.arange(parent_RN.shape[1], device=parent_RN.device)
-    below_RN = (index_N > 0).long().expand_as(parent_RN)
-    bit_N = torch.ones_like(index_N) << index_N
-    depth_RN, mask_RN = torch.zeros_like(parent_RN), bit_N.expand_as(parent_RN)
-    for _ in range(depth):
-        depth_RN = (depth_RN.gather(1, parent_RN) + 1) * below_RN
-        mask_RN = bit_N | mask_RN.gather(1, parent_RN)
-    return depth_RN, mask_RN
-
-
-def _accepted(hit_RN: Tensor, parent_RN: Tensor, depth_RN: Tensor, depth: int) -> Tensor:
-    """The accepted node of every depth, the root first and -1 behind the last, int64 [R, F]: a node is accepted when it
-    is a hit and its parent is accepted. Siblings carry different tokens, so at most one of a depth is.
-    """
-    index_N = torch.arange(hit_RN.shape[1], device=hit_RN.device)
-    root_N = index_N == 0
-    accepted_RN = root_N.expand_as(hit_RN)
-    for _ in range(depth):
-        accepted_RN = root_N | (hit_RN & accepted_RN.gather(1, parent_RN))
-    # Rejected nodes go to a column of their own, which is dropped.
-    path_RF = torch.full((hit_RN.shape[0], depth + 2), -1, device=hit_RN.device)
-    column_RN = torch.where(accepted_RN, depth_RN, depth + 1)
-    return path_RF.scatter(1, column_RN, index_N.expand_as(column_RN))[:, : depth + 1]
-
-
-def _longest(depth_RN: Tensor, mask_RN: Tensor, live_RN: Tensor, wanted_R: Tensor) -> Tensor:
-    """Hits that make the first `wanted` nodes of the first of the longest paths accepted."""
-    deepest_R1 = torch.where(live_RN, depth_RN, -1).argmax(1, keepdim=True)
-    index_N = torch.arange(depth_RN.shape[1], device=depth_RN.device)
-    on_path_RN = ((mask_RN.gather(1, deepest_R1) >> index_N) & 1) == 1
-    return on_path_RN & (depth_RN <= wanted_R[:, None])
 
 
 def _read(row: list[int], depth: int, nodes: int) -> Decided:

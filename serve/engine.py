@@ -90,10 +90,16 @@ class Engine:
         self.tree = (tree or TreeConfig()) if draft else OFF
         self.budget = Budget(costs) if costs and draft else None
         self.context = min(context or config.max_position, config.max_position)
+        rejection = sampling == "rejection"
+        if device_step and rejection:
+            raise UserError("rejection sampling needs the host in every step: device_step must be off")
+        if device_step is None:
+            device_step = target.device.type == "cuda" and not rejection
         # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus
-        # token.
+        # token; a device step goes on to draft the next tree behind these.
         shapes = self.budget.shapes if self.budget else (self.tree,)
-        scratch = max(max(shape.scratch_slots, min(shape.depth, shape.nodes - 1) + 2) for shape in shapes)
+        deepest = max(min(shape.depth, shape.nodes - 1) for shape in shapes)
+        scratch = max(deepest + 2, max(shape.scratch_slots for shape in shapes) + (deepest + 1 if device_step else 0))
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None
@@ -104,11 +110,6 @@ class Engine:
         synthetic = None if synthetic_acceptance is None else SyntheticAcceptance(synthetic_acceptance, self.tree)
         if synthetic and self.budget:
             raise UserError("a synthetic acceptance length needs a fixed tree, not an adaptive one")
-        rejection = sampling == "rejection"
-        if device_step and rejection:
-            raise UserError("rejection sampling needs the host in every step: device_step must be off")
-        if device_step is None:
-            device_step = target.device.type == "cuda" and not rejection
         self.runner = Runner(target, drafter, cache, rejection=rejection, synthetic=synthetic, device_step=device_step)
         limits = Limits(self.context, scratch, prefill_tokens, max_running, max_waiting)
         salt = repr((cache.k.dtype, cache.index_k.dtype, config, draft and draft.config)).encode()

@@ -4,6 +4,7 @@ R sequences, W pages, N nodes, A = taps * target hidden, H draft hidden, J index
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from target_model.batch import MAX_SCRATCH, signed64
 from target_model.cache import PagedCache
 
 Mark = torch.cuda.Event | float
+Marks = tuple[Mark, Mark]  # begin and end
 
 # Columns of what the host sends for each sequence.
 _INTEGERS = ("root", "length", "limit", "wanted", "top_k", "seed", "choice")
@@ -111,8 +113,10 @@ class StepBuffers:
         temperature_R, top_p_R, min_p_R = self._floats.unbind(1)
         return RowSettings(temperature_R, top_p_R, min_p_R, top_k_R.int(), seed_R, choice_R, length_R)
 
-    def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> None:
-        """Sends what this step needs to know of its sequences."""
+    def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> bool:
+        """Sends what this step needs to know of its sequences. Whether their roots had to be sent, too: the last step
+        here was of others, or they have been elsewhere since.
+        """
         integers, floats = [], []
         for r, sequence in enumerate(sequences):
             params, length = sequence.params, len(sequence.token_ids)
@@ -128,10 +132,12 @@ class StepBuffers:
         self._floats.copy_(self._host_floats, non_blocking=True)
         if self._write_table([sequence.pages for sequence in sequences]):
             self.table_RW.copy_(self._host_table, non_blocking=True)
-        if drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False)):
+        moved = drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False))
+        if moved:
             self.state_RH[: len(sequences)] = torch.stack([sequence.root_state for sequence in sequences])
             if self.blocks_RKN is not None:
                 self.blocks_RKN[: len(sequences)] = torch.stack([sequence.root_blocks for sequence in sequences])
+        return moved
 
     def _write_table(self, tables: list[list[int]]) -> bool:
         """Brings the host's copy up to date; whether anything changed. A list of pages only ever grows."""
@@ -157,16 +163,26 @@ class StepBuffers:
             self.choice_RJN.copy_(choice_RJN)
 
     def keep(self, parts: list[Tensor]) -> None:
-        """Keeps the result, [R, columns] each, for `fetch`."""
+        """Keeps the result, [R, columns] each."""
         result = torch.cat(parts, 1)
         self._result[:, : result.shape[1]] = result
 
-    def fetch(self, sequences: int) -> list[list[int]]:
-        """Waits for the step and returns its result, row by row."""
+    def advance(self, root_R: Tensor, tokens_R: Tensor) -> None:
+        """So many tokens have been decided, this one the last: the next trees may grow before the host knows."""
+        self.root_R.copy_(root_R)
+        self._integers[:, 1] += tokens_R
+        self.limit_R.sub_(tokens_R)
+
+    def send_result(self) -> None:
+        """Starts the way of the result to the host."""
         self._host_result.copy_(self._result, non_blocking=True)
+        self._sent = self.mark()
+
+    def result(self) -> list[list[int]]:
+        """Waits for it; row by row."""
         if self._cuda:
-            torch.cuda.current_stream(self.device).synchronize()
-        return self._host_result[:sequences].tolist()
+            self._sent.synchronize()
+        return self._host_result.tolist()
 
     def hand_over(self, sequences: list[Sequence]) -> None:
         """The draft has followed: the next trees grow from here."""
@@ -183,7 +199,13 @@ class StepBuffers:
         event.record()
         return event
 
+    def timed(self, run: Callable[[], None]) -> Marks:
+        """Runs it between two marks."""
+        begin = self.mark()
+        run()
+        return begin, self.mark()
+
     @staticmethod
-    def between(first: Mark, second: Mark) -> float:
+    def between(begin: Mark, end: Mark) -> float:
         """Seconds, of marks that have been passed."""
-        return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
+        return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

@@ -77,8 +77,10 @@ class ScriptedDrafter(Drafter):
     def grow_from(self, roots, guesses, shape, depth):
         """For a device step: all nodes of the scripted trees, padded with candidates that are not allowed."""
         pool = super().grow_from(roots, guesses, shape, depth)
+        limits, lengths = roots.limit_R1[:, 0].tolist(), roots.length_R.tolist()
         trees = [
-            self._tree(s, limit, shape) for s, limit in zip(self._asked, roots.limit_R1[:, 0].tolist(), strict=True)
+            self._tree(sequence, limit, shape, length - len(sequence.token_ids))
+            for sequence, limit, length in zip(self._asked, limits, lengths, strict=True)
         ]
         room = pool.token_RM.shape[1]
         tokens = [tree.tokens[1:] + [0] * (room + 1 - len(tree)) for tree in trees]
@@ -86,14 +88,15 @@ class ScriptedDrafter(Drafter):
         scores = [[-0.01 * n for n in range(1, len(tree))] + [float("-inf")] * (room + 1 - len(tree)) for tree in trees]
         return Pool(torch.tensor(tokens), torch.tensor(scores), torch.tensor(parents))
 
-    def _tree(self, sequence: Sequence, limit: int, shape: TreeConfig) -> Tree:
-        coming, vocab = self.script(sequence), self.draft.config.vocab_size
+    def _tree(self, sequence: Sequence, limit: int, shape: TreeConfig, ahead: int = 0) -> Tree:
+        """`ahead`: tokens that have been decided, but that the sequence has not been told of."""
+        coming, vocab = self.script(sequence)[ahead:], self.draft.config.vocab_size
         tree = Tree([sequence.token_ids[-1]], [-1])
         node = 0
         for depth in range(1, min(shape.depth, limit) + 1):
             truth = coming[depth - 1] if depth <= len(coming) else 0
             guesses = [(truth + 1 + i) % vocab for i in range(shape.width)]
-            hit = self.hit(sequence, depth) and self.rank < shape.width
+            hit = self.hit(sequence, ahead + depth) and self.rank < shape.width
             if hit:
                 guesses[self.rank] = truth
             guesses = guesses[: shape.nodes - len(tree)]
