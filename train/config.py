@@ -101,7 +101,9 @@ class TTTConfig(_Section):
 class LossConfig(_Section):
     kind: Literal["kl", "lk"] = "kl"
     eta: float = Field(3.0, ge=0, description="LK: weight of the KL part is exp(-eta * alpha)")
-    chunk_elements: int = Field(1 << 26, ge=1, description="logits held at once, rows x vocabulary")
+    chunk_elements: int = Field(
+        1 << 26, ge=1, description="logits held at once, rows x vocabulary, of all steps and the target"
+    )
 
 
 class OptimizerConfig(_Section):

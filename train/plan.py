@@ -62,12 +62,14 @@ def _memory(
     stage = config.engine.zero_stage
     optimizer = (12 if element == 2 else 8) * trained // (world if stage >= 1 else 1)
     gradients = element * trained // (world if stage >= 2 else 1)
-    # A step keeps about: input 2H, q, k, v and output, residual, MLP 3I, normed state 2H; the own column repeats q's
-    # width. Of these, what attention needs and the layer's inputs stay where the rest is worked out again.
+    # Of a step attention keeps q, k, v, its output and the rows of it that count; the layer its two inputs side by
+    # side, eight states between norms and sums, gate and up, the gate's activation, their product. Of these only
+    # attention's and three states stay where the rest is worked out again.
     hidden, heads = sizes.hidden_size, sizes.num_heads * sizes.head_dim
-    per_row = 6 * hidden + 4 * heads + 3 * sizes.intermediate_size
+    attention = 3 * heads + 2 * sizes.num_kv_heads * sizes.head_dim
+    per_row = 10 * hidden + attention + 4 * sizes.intermediate_size
     if config.engine.activation_checkpointing:
-        per_row = 3 * hidden + 4 * heads
+        per_row = 3 * hidden + attention
     # All micro batches of an optimizer step are captured first; the last stage holds those of its whole team.
     held = rows * config.engine.accumulate * config.features.stages
     return [
@@ -76,7 +78,8 @@ def _memory(
         ("head gradient", 4 * sizes.draft_vocab_size * hidden if config.draft.train_head else 0),
         ("optimizer, host" if config.engine.offload_optimizer else "optimizer", optimizer),
         ("activations", config.ttt.steps * rows * per_row * element),
-        ("logits", 4 * 4 * config.loss.chunk_elements),
+        # Half of it where the fused kernel serves; elsewhere `chunk_elements` counts the copies in fp32.
+        ("logits", 4 * config.loss.chunk_elements),
         ("features", held * feature_bytes_per_token(sizes, element)),
     ]
 

@@ -79,7 +79,8 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 def _spread(x_MnD: Tensor, rows_M: Tensor, shape: torch.Size) -> Tensor:
     """Puts the rows back in their places of [R, S, n, D], zeros elsewhere."""
     flat = x_MnD.new_zeros(shape.numel(), *x_MnD.shape[1:])
-    return flat.index_copy_(0, rows_M, x_MnD).unflatten(0, shape)
+    # Not index_copy_: that keeps x_MnD for its gradient, another third of what a step keeps.
+    return flat.index_put_((rows_M,), x_MnD).unflatten(0, shape)
 
 
 def choose_attention(kind: AttentionKind, features: Features, num_heads: int) -> Callable[..., Tensor]:
