@@ -89,13 +89,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Tile:
-    """`block_m` tokens x `block_w` weight rows, `block_k` columns at a time."""
+    """`block_m` tokens x `block_w` weight rows, `block_k` columns at a time; `separate` sums for the planes of packed
+    weights."""
 
     block_m: int
     block_w: int
     block_k: int
     num_warps: int
     num_stages: int
+    separate: bool = False
 
     @property
     def run(self) -> int:
@@ -261,7 +263,7 @@ def two_products(
     tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
     act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)
     constants = {
-        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m,
+        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "SEPARATE": tile.separate,
         "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
         **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages),
     }  # fmt: skip

@@ -24,13 +24,18 @@ from target_model.kernels.moe_widen import UNSCALE, column_of, multiplier, numbe
 @triton.jit
 def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.constexpr, ROWS: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-            RUN: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+            RUN: tl.constexpr, SEPARATE: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """weights[rows] . x^T, fp32 [ROWS, BLOCK_M]; row_at, x_at: int64 row numbers of the [.., W] weights, and where rows
     of x begin."""
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    acc1, acc2, acc3 = acc, acc, acc
     for first in range(0, W, BLOCK_K):
-        acc = product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W, ROWS, BLOCK_K, FORMAT, GROUP,
-                           RUN, MASKED, UPCAST)  # fmt: skip
+        acc, acc1, acc2, acc3 = product_step(
+            weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, acc1, acc2, acc3, W, ROWS, BLOCK_K, FORMAT,
+            GROUP, RUN, SEPARATE, MASKED, UPCAST,
+        )  # fmt: skip
+    if SEPARATE:
+        acc += acc1 + acc2 + acc3
     if FORMAT != "none":
         acc *= UNSCALE
     if ROW != "":
@@ -40,10 +45,11 @@ def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.c
 
 
 @triton.jit
-def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
-                 MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """acc += the product over columns first .. first + BLOCK_K; without MASKED no tile reaches over an edge."""
+def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, acc1, acc2, acc3, W: tl.constexpr,
+                 ROWS: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+                 RUN: tl.constexpr, SEPARATE: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """acc += the product over columns first .. first + BLOCK_K, with SEPARATE each plane to its own sum: their products
+    need not wait for one another. Without MASKED no tile reaches over an edge."""
     PER: tl.constexpr = numbers_per_word(FORMAT)
     WORDS: tl.constexpr = BLOCK_K // PER
     k = first // PER + tl.arange(0, WORDS)
@@ -58,8 +64,15 @@ def product_step(weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, W: 
         ok = x_ok[None, :] & (column_of(position, PER, BLOCK_K, RUN) < W)[:, None] if MASKED else x_ok[None, :]
         tokens = tl.load(x + x_at[None, :] + position[:, None], mask=ok, other=0.0)
         plane = widen(w, UPCAST) if FORMAT == "none" else widen_word(w, factor, n, FORMAT, UPCAST)
-        acc = tl.dot(plane, widen(tokens, UPCAST), acc, input_precision="ieee")
-    return acc
+        if n == 0 or not SEPARATE:
+            acc = tl.dot(plane, widen(tokens, UPCAST), acc, input_precision="ieee")
+        elif n == 1:
+            acc1 = tl.dot(plane, widen(tokens, UPCAST), acc1, input_precision="ieee")
+        elif n == 2:
+            acc2 = tl.dot(plane, widen(tokens, UPCAST), acc2, input_precision="ieee")
+        else:
+            acc3 = tl.dot(plane, widen(tokens, UPCAST), acc3, input_precision="ieee")
+    return acc, acc1, acc2, acc3
 
 
 @triton.jit
@@ -108,6 +121,7 @@ def up_kernel(
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
     RUN: tl.constexpr,
+    SEPARATE: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -131,14 +145,16 @@ def up_kernel(
         first = first // BLOCK_K * BLOCK_K + first % BLOCK_K // PER
     i = tl.arange(0, BLOCK_I)
     position = first + i // SHARE * (BLOCK_K // PER) + i % SHARE
+    # Gate and up of a column stand 8 rows apart: in the matrix units' sums both belong to the same thread.
     row = tl.arange(0, 2 * BLOCK_I)
-    own = row % BLOCK_I
+    own = row // 16 * 8 + row % 8
     column = column_of(first + own // SHARE * (BLOCK_K // PER) + own % SHARE, PER, BLOCK_K, RUN)
-    w_row = expert.to(tl.int64) * (2 * I) + column + tl.where(row < BLOCK_I, 0, I)
+    w_row = expert.to(tl.int64) * (2 * I) + column + row // 8 % 2 * I
     MASKED: tl.constexpr = H % BLOCK_K != 0 or I % BLOCK_I != 0 or I != IP
     acc = product(w13, w13_scale, w13_row, w_row, column < I, x, token.to(tl.int64) * HP, pair >= 0, H, 2 * BLOCK_I,
-                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, MASKED, UPCAST)  # fmt: skip
-    gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_I, BLOCK_M]), [1, 2, 0]))
+                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
+    acc = tl.permute(tl.reshape(acc, [BLOCK_I // 8, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+    gate, up = tl.split(tl.reshape(acc, [BLOCK_I, BLOCK_M, 2]))
     gate = gate.to(act.dtype.element_ty).to(tl.float32)  # the projection's own rounding
     up = up.to(act.dtype.element_ty).to(tl.float32)
     gate = tl.minimum(gate, limit)
@@ -182,6 +198,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
     RUN: tl.constexpr,
+    SEPARATE: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -199,7 +216,7 @@ def down_kernel(
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
     acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,
-                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, MASKED, UPCAST)  # fmt: skip
+                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
     to = y + pair.to(tl.int64)[None, :] * H + h[:, None]
     tl.store(to, acc.to(y.dtype.element_ty), mask=(pair >= 0)[None, :] & (h < H)[:, None])
 
