@@ -115,6 +115,8 @@ def attention_kernel(
     split = tl.program_id(0) % SPLITS
     head = (tl.program_id(0) // SPLITS) % HEADS
     tile = tl.program_id(0) // (SPLITS * HEADS)
+    if MODE == "dense" and not TREE:
+        tile = tl.num_programs(0) // (SPLITS * HEADS) - 1 - tile  # the longest first: no long one runs on alone
     r = tl.program_id(1)
     start = tl.load(row_start + r)
     count = tl.load(row_start + r + 1) - start
