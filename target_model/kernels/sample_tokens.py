@@ -2,17 +2,18 @@
 
     token[n] = argmax_v  x[n, v] + gumbel(seed, choice, position, v)  over x >= threshold[n],   x = logits /
                          temperature; ties: lower id
-N rows, V vocabulary, S chunks of it, K candidates a chunk. Temperature 0 is greedy: no noise, no filter. The noise is
-that of gumbel.py. Filters are thresholds on the value, so equal values stay or go together:
+N rows, V vocabulary, S chunks and G groups of it. Temperature 0 is greedy: no noise, no filter. The noise is that of
+gumbel.py. Filters are thresholds on the value, so equal values stay or go together:
     top-k   the largest u with at least k values >= u
     top-p   the largest u whose values >= u hold top_p of the mass that top-k left (ties at its border counted up to k)
     min-p   max + log(min_p)
-Three launches. A program of `candidates_kernel` takes one chunk: of a row that has filters it keeps the K largest
-values and says from which key on these are all that the chunk has; of a row without it keeps the one best, noise
-included. A program of `decide_kernel` finds the thresholds of a row among its S * K candidates and chooses. Where they
-cannot tell (many equal values, top-p on a flat row) it searches the whole row, and `rest_kernel` chooses.
-A chunk is made of pieces from all over the row, since likely tokens crowd at low ids. All sums are in a fixed order, so
-a seed gives the same text every time.
+Four launches. `first_kernel` reads every row once and keeps the maximum of each group (top_rows_groups.py): of the
+logits where a row is greedy or has a top-k up to MANY, else of x + noise, filters aside. In `decide_kernel` one program
+a row reads only the few groups that matter: with a top-k it finds the threshold among them and chooses; else it has
+the best token of all, which mostly passes the other filters. They ask how much mass (how many values) lie above the
+token's own; `check_kernel` reads the row again to tell, and finds the best token above it at once. `last_kernel`
+settles the rows that were open, going up from token to token where one fails.
+All sums are in a fixed order, so a seed gives the same text every time.
 """
 
 import torch
@@ -22,25 +23,46 @@ from torch import Tensor
 
 from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require_tensor
 from target_model.kernels.gumbel import noise_at, noise_tile
-from target_model.kernels.sample_tokens_filters import find_in_row, find_threshold, has_filters, scaled_tile
-from target_model.kernels.top_rows import NOTHING, largest_key, ordered, places, sum_of_exponentials, unordered
+from target_model.kernels.sample_tokens_filters import (
+    NO_TOKEN,
+    find_threshold,
+    first_best,
+    look_above,
+    look_above_in_row,
+    mass_of_best,
+)
+from target_model.kernels.top_rows_groups import (
+    GROUP,
+    NOTHING,
+    columns_of_groups,
+    group_maxima,
+    keep_best_groups,
+    ordered,
+    sum_of_exponentials,
+    unordered,
+)
 
-CHUNK, PIECE, CANDIDATES = 4096, 64, 64
-WARPS = 8
-DECIDED = tl.constexpr(float("inf"))  # threshold of a row that `decide_kernel` has finished
-NO_ID = tl.constexpr(0x7FFFFFFF)
+CHUNK, WARPS = 4096, 8
+FEW, MANY = tl.constexpr(64), tl.constexpr(256)
+DONE, REJECTED = tl.constexpr(-2), tl.constexpr(-1)  # instead of a token that is to be checked
 
 
 @triton.jit
-def first_best(value, ids):
-    """(largest key, lowest id that has it)."""
-    key = ordered(value)
-    best = tl.max(key, 0)
-    return best, tl.min(tl.where(key == best, ids, NO_ID), 0)
+def load_filters(n, temperatures, top_k, top_p, min_p, V):
+    """(temperature, k or 0, p, smallest, whether the whole row gets noise) of a row."""
+    temperature, k = tl.load(temperatures + n), tl.load(top_k + n)
+    k = tl.where((k < 0) | (k >= V), 0, k)
+    whole = (temperature != 0.0) & ((k == 0) | (k > MANY))
+    return temperature, k, tl.load(top_p + n), tl.load(min_p + n), whole
 
 
 @triton.jit
-def candidates_kernel(
+def load_keys(n, seeds, choices, positions):
+    return tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n)
+
+
+@triton.jit
+def first_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [N]
     top_k,  # int32 [N], 0: off
@@ -49,46 +71,64 @@ def candidates_kernel(
     seeds,  # int64 [N]
     choices,  # int64 [N]
     positions,  # int64 [N]
-    keys,  # int32 [N, S, K]
-    tokens,  # int32 [N, S, K]
-    complete,  # int32 [N, S]
-    maxima,  # fp32 [N, S]
-    sums,  # fp32 [N, S]
+    maxima,  # int32 [N, G], keys
+    tops,  # fp32 [N, S], of x
+    sums,  # fp32 [N, S], of exp(x - top)
     V,
     CHUNK: tl.constexpr,
-    PIECE: tl.constexpr,
-    K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    n, chunk, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperatures + n)
-    i = tl.arange(0, CHUNK)
-    v = i // PIECE * (PIECE * splits) + chunk * PIECE + i % PIECE
-    x = tl.load(logits + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    x = tl.div_rn(x, tl.where(temperature == 0.0, 1.0, temperature))
-    to = n * splits + chunk
-    filters = has_filters(tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n), V)
-    if (temperature == 0.0) | (not filters):
-        if temperature != 0.0:
-            w = tl.arange(0, CHUNK // 4)
-            word = w // (PIECE // 4) * (PIECE // 4 * splits) + chunk * (PIECE // 4) + w % (PIECE // 4)
-            x += noise_tile(tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n), word)
-        best, token = first_best(x, v)
-        tl.store(keys + to * K, best)
-        tl.store(tokens + to * K, token)
-    else:
-        top, total = sum_of_exponentials(x)
-        tl.store(maxima + to, top)
-        tl.store(sums + to, total)
-        key = tl.where(v < V, ordered(x), NOTHING)
-        low = largest_key(key, K, K)
-        place = places(key, low, K)
-        tl.store(keys + to * K + place, key, mask=place < K)
-        tl.store(tokens + to * K + place, v, mask=place < K)
-        tl.store(complete + to, low + (tl.sum((key >= low).to(tl.int32), 0) > K).to(tl.int32))
+    n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
+    v = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(logits + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    to = n * tl.num_programs(1) + chunk
+    if whole:
+        value = tl.div_rn(value, temperature)
+        if (p < 1.0) | (smallest > 0.0):
+            top, total = sum_of_exponentials(value)
+            tl.store(tops + to, top)
+            tl.store(sums + to, total)
+        seed, choice, position = load_keys(n, seeds, choices, positions)
+        value += noise_tile(seed, choice, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
+    g = tl.arange(0, CHUNK // GROUP)
+    key = tl.where(chunk * CHUNK + g * GROUP < V, ordered(group_maxima(value)), NOTHING)
+    tl.store(maxima + to * (CHUNK // GROUP) + g, key)
+
+
+@triton.jit
+def best_of_all(row, maxima, groups, V, temperature, seed, choice, position, WIDTH: tl.constexpr):
+    """(token, key of its x) of the largest group maximum."""
+    g = tl.arange(0, WIDTH)
+    key = tl.load(maxima + g, mask=g < groups, other=NOTHING)
+    column = tl.min(tl.where(key == tl.max(key, 0), g, WIDTH), 0) * GROUP + tl.arange(0, GROUP)
+    x = tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32)
+    noisy = x
+    if temperature != 0.0:
+        x = tl.div_rn(x, temperature)
+        noisy = x + noise_at(seed, choice, position, column)
+    best, token = first_best(noisy, tl.where(column < V, column, NO_TOKEN))
+    return token, tl.max(tl.where(column == token, ordered(x), NOTHING), 0)
+
+
+@triton.jit
+def choose_among(
+    row, maxima, slots, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
+    """(token, key of the threshold, whether all entries from there on were at hand) of a row with a top-k up to K."""
+    others = keep_best_groups(maxima, slots, groups, WIDTH, K, K)
+    column = columns_of_groups(slots, K, K)
+    x = tl.div_rn(tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32), temperature)
+    key = tl.where(column < V, ordered(x), NOTHING)
+    low = find_threshold(key, k, p, smallest, K)
+    kept = (key >= low) & (column < V)
+    noisy = tl.where(kept, x + noise_at(seed, choice, position, column), float("-inf"))
+    best, token = first_best(noisy, tl.where(kept, column, NO_TOKEN))
+    return token, low, (others == NOTHING) | (low > ordered(tl.div_rn(unordered(others), temperature)))
 
 
 @triton.jit
@@ -101,70 +141,68 @@ def decide_kernel(
     seeds,  # int64 [N]
     choices,  # int64 [N]
     positions,  # int64 [N]
-    keys,  # int32 [N, S, K]
-    tokens,  # int32 [N, S, K]
-    complete,  # int32 [N, S]
-    maxima,  # fp32 [N, S]
-    sums,  # fp32 [N, S]
-    thresholds,  # fp32 [N]
-    best,  # int64 [N]
-    arrived,  # int32 [N]
-    chosen,  # int64 [N]
+    maxima,  # int32 [N, G]
+    tops,  # fp32 [N, S]
+    slots,  # int32 [N, MANY]
+    highest,  # fp32 [N], max of x of open rows
+    bounds,  # int32 [N], only keys above it are left to an open row
+    checked,  # int32 [N], the token that is to be checked, REJECTED, or DONE: the row is not open
+    tokens,  # int64 [N]
     V,
+    groups,
     splits,
     SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures + n)
-    k, p, smallest = tl.load(top_k + n), tl.load(top_p + n), tl.load(min_p + n)
-    k = tl.where(k >= V, 0, k)
-    s = tl.arange(0, SPLITS)
-    threshold = DECIDED
-    if (temperature == 0.0) | (not has_filters(k, p, smallest, V)):
-        bests = tl.load(keys + (n * splits + s) * K, mask=s < splits, other=NOTHING)
-        first = tl.load(tokens + (n * splits + s) * K, mask=s < splits, other=NO_ID)
-        tl.store(chosen + n, tl.min(tl.where(bests == tl.max(bests, 0), first, NO_ID), 0).to(tl.int64))
+    temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
+    seed, choice, position = load_keys(n, seeds, choices, positions)
+    row, own, kept = logits + n * V, maxima + n * groups, slots + n * MANY
+    state = tl.full([], DONE, tl.int32)
+    bound = tl.full([], NOTHING, tl.int32)
+    if (temperature == 0.0) | whole:
+        token, bound = best_of_all(row, own, groups, V, temperature, seed, choice, position, WIDTH)
+        if whole & ((k > 0) | (p < 1.0) | (smallest > 0.0)):
+            s = tl.arange(0, SPLITS)
+            top = tl.max(tl.load(tops + n * splits + s, mask=s < splits, other=float("-inf")), 0)
+            tl.store(highest + n, top)
+            limit = ordered(top + tl.log(tl.where(smallest > 0.0, smallest, 1.0)))
+            if (smallest > 0.0) & (bound < limit):
+                state, bound = tl.full([], REJECTED, tl.int32), limit - 1
+            elif (k > 0) | (p < 1.0):
+                state = token
     else:
-        i = tl.arange(0, WIDTH)
-        key = tl.load(keys + n * splits * K + i, mask=i < splits * K, other=NOTHING)
-        token = tl.load(tokens + n * splits * K + i, mask=i < splits * K, other=NO_ID)
-        all_from = tl.max(tl.load(complete + n * splits + s, mask=s < splits, other=NOTHING), 0)
-        highest = tl.max(key, 0)
-        tops = tl.load(maxima + n * splits + s, mask=s < splits, other=float("-inf"))
-        total = tl.load(sums + n * splits + s, mask=s < splits, other=0.0)
-        mass = tl.sum(total * tl.exp(tops - unordered(highest)), 0)
-        low, right = find_threshold(key, all_from, mass, k, p, smallest, K)
-        if right:
-            kept = (key >= low) & (key > NOTHING)
-            noise = noise_at(tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n), token)
-            noisy = tl.where(kept, unordered(key) + noise, float("-inf"))
-            most, winner = first_best(noisy, tl.where(kept, token, NO_ID))
-            tl.store(chosen + n, winner.to(tl.int64))
+        if k <= FEW:
+            token, low, complete = choose_among(
+                row, own, kept, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, FEW
+            )  # fmt: skip
         else:
-            threshold = find_in_row(logits + n * V, V, temperature, highest, mass, k, p, smallest, BLOCK)
-            tl.store(best + n, tl.full([], -(2**63), tl.int64))
-            tl.store(arrived + n, 0)
-    tl.store(thresholds + n, threshold)
+            token, low, complete = choose_among(
+                row, own, kept, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, MANY
+            )  # fmt: skip
+        if not complete:
+            state, bound = tl.full([], REJECTED, tl.int32), low - 1
+    tl.store(tokens + n, token.to(tl.int64))
+    tl.store(checked + n, state)
+    tl.store(bounds + n, bound)
 
 
 @triton.jit
-def rest_kernel(
+def check_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [N]
-    thresholds,  # fp32 [N]
     seeds,  # int64 [N]
     choices,  # int64 [N]
     positions,  # int64 [N]
-    best,  # int64 [N], key and id
-    arrived,  # int32 [N]
-    chosen,  # int64 [N]
+    highest,  # fp32 [N]
+    bounds,  # int32 [N]
+    checked,  # int32 [N]
+    found,  # int32 [3, N, S], of the keys above the bound: their number, the best one with noise, its token
+    masses,  # fp32 [N, S], sum of exp(x - highest) of the keys above the bound
     V,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -173,17 +211,75 @@ def rest_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    threshold = tl.load(thresholds + n)
-    if threshold < DECIDED:
-        v = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = scaled_tile(logits + n * V, chunk * CHUNK, V, tl.load(temperatures + n), CHUNK)
-        word = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-        noise = noise_tile(tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n), word)
-        key, token = first_best(tl.where(x >= threshold, x + noise, float("-inf")), v)
-        tl.atomic_max(best + n, (key.to(tl.int64) << 32) | (token ^ NO_ID))
-        if tl.atomic_add(arrived + n, 1) == tl.num_programs(1) - 1:
-            winner = tl.atomic_add(best + n, tl.full([], 0, tl.int64))
-            tl.store(chosen + n, (winner & 0xFFFFFFFF) ^ NO_ID)
+    if tl.load(checked + n) != DONE:
+        seed, choice, position = load_keys(n, seeds, choices, positions)
+        count, mass, best, token = look_above(
+            logits + n * V, chunk * CHUNK, V, tl.load(temperatures + n), tl.load(bounds + n), tl.load(highest + n),
+            seed, choice, position, CHUNK,
+        )  # fmt: skip
+        to, stride = n * tl.num_programs(1) + chunk, tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+        tl.store(found + to, count)
+        tl.store(found + stride + to, best)
+        tl.store(found + 2 * stride + to, token)
+        tl.store(masses + to, mass)
+
+
+@triton.jit
+def last_kernel(
+    logits,  # [N, V]
+    temperatures,  # fp32 [N]
+    top_k,  # int32 [N], 0: off
+    top_p,  # fp32 [N]
+    min_p,  # fp32 [N]
+    seeds,  # int64 [N]
+    choices,  # int64 [N]
+    positions,  # int64 [N]
+    tops,  # fp32 [N, S]
+    sums,  # fp32 [N, S]
+    highest,  # fp32 [N]
+    checked,  # int32 [N]
+    found,  # int32 [3, N, S]
+    masses,  # fp32 [N, S]
+    tokens,  # int64 [N]
+    V,
+    splits,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0).to(tl.int64)
+    token = tl.load(checked + n)
+    if token != DONE:
+        temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
+        seed, choice, position = load_keys(n, seeds, choices, positions)
+        s, stride = tl.arange(0, SPLITS), tl.num_programs(0).to(tl.int64) * splits
+        own, here = n * splits + s, s < splits
+        count = tl.sum(tl.load(found + own, mask=here, other=0), 0)
+        best = tl.load(found + stride + own, mask=here, other=NOTHING)
+        above = tl.load(found + 2 * stride + own, mask=here, other=NO_TOKEN)
+        above = tl.min(tl.where(best == tl.max(best, 0), above, NO_TOKEN), 0)  # the best token above the bound
+        if (not whole) | ((k == 0) & (p >= 1.0)):
+            token = above  # nothing but the bound had to be kept to
+        else:
+            row, top = logits + n * V, tl.load(highest + n)
+            mass = tl.sum(tl.load(masses + own, mask=here, other=0.0), 0)
+            share = tl.full([], float("inf"), tl.float32)
+            if p < 1.0:
+                tile = tl.load(tops + own, mask=here, other=float("-inf"))
+                share = p * tl.sum(tl.load(sums + own, mask=here, other=0.0) * tl.exp(tile - top), 0)
+                if k > 0:
+                    share = p * mass_of_best(row, V, temperature, k, top, CHUNK)
+            most = tl.where(k > 0, k, V)
+            while (token == REJECTED) | (count >= most) | (mass >= share):
+                token = above
+                bound = ordered(tl.div_rn(tl.load(row + token).to(tl.float32), temperature))
+                count, mass, above = look_above_in_row(
+                    row, V, temperature, bound, top, seed, choice, position, CHUNK
+                )  # fmt: skip
+        tl.store(tokens + n, token.to(tl.int64))
 
 
 def sample_tokens(
@@ -205,30 +301,35 @@ def sample_tokens(
     for name, x in (("seed", seed_N), ("choice", choice_N), ("position", position_N)):
         require_tensor(name, x, (rows,), (torch.int64,))
 
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=logits_NV.device)
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits_NV.device)
 
-    chunk = min(CHUNK, max(CANDIDATES, power_of_two(vocab)))
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=logits_NV.device)
+
+    chunk = min(CHUNK, max(GROUP.value, power_of_two(vocab)))
     splits = cdiv(vocab, chunk)
-    filters, noise = (temperature_N, top_k_N, top_p_N, min_p_N), (seed_N, choice_N, position_N)
-    found = (
-        *(new(rows, splits, CANDIDATES) for _ in range(2)),
-        new(rows, splits),
-        *(new(rows, splits, dtype=torch.float32) for _ in range(2)),
+    groups, padded = splits * chunk // GROUP.value, power_of_two(splits)
+    filters, keys = (temperature_N, top_k_N, top_p_N, min_p_N), (seed_N, choice_N, position_N)
+    maxima, tops, sums, tokens_N = (
+        integers(rows, groups),
+        floats(rows, splits),
+        floats(rows, splits),
+        torch.empty_like(seed_N),
     )
-    candidates_kernel[(rows, splits)](
-        logits_NV, *filters, *noise, *found, vocab,
-        CHUNK=chunk, PIECE=PIECE, K=CANDIDATES, PDL=PDL, **launch_options(WARPS, 1),
-    )  # fmt: skip
-    thresholds, best, arrived = new(rows, dtype=torch.float32), new(rows, dtype=torch.int64), new(rows)
-    chosen_N = new(rows, dtype=torch.int64)
+    highest, bounds, checked = floats(rows), integers(rows), integers(rows)
+    found, masses = integers(3, rows, splits), floats(rows, splits)
+    options = {"PDL": PDL, **launch_options(WARPS, 1)}
+    first_kernel[(rows, splits)](logits_NV, *filters, *keys, maxima, tops, sums, vocab, CHUNK=chunk, **options)
     decide_kernel[(rows,)](
-        logits_NV, *filters, *noise, *found, thresholds, best, arrived, chosen_N, vocab, splits,
-        SPLITS=power_of_two(splits), WIDTH=power_of_two(splits * CANDIDATES), K=CANDIDATES, BLOCK=chunk, PDL=PDL,
-        **launch_options(WARPS, 1),
+        logits_NV, *filters, *keys, maxima, tops, integers(rows, MANY.value), highest, bounds, checked, tokens_N,
+        vocab, groups, splits, SPLITS=padded, WIDTH=max(MANY.value, power_of_two(groups)), **options,
     )  # fmt: skip
-    rest_kernel[(rows, splits)](
-        logits_NV, temperature_N, thresholds, *noise, best, arrived, chosen_N, vocab,
-        CHUNK=chunk, PDL=PDL, **launch_options(WARPS, 1),
+    check_kernel[(rows, splits)](
+        logits_NV, temperature_N, *keys, highest, bounds, checked, found, masses, vocab, CHUNK=chunk, **options
+    )
+    last_kernel[(rows,)](
+        logits_NV, *filters, *keys, tops, sums, highest, checked, found, masses, tokens_N, vocab, splits,
+        SPLITS=padded, CHUNK=chunk, **options,
     )  # fmt: skip
-    return chosen_N
+    return tokens_N
