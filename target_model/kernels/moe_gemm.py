@@ -130,12 +130,38 @@ def up_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
+    expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
     if expert < 0:
         return
     if SHARED:
         if expert == E:
             w13, w13_scale, w13_row, expert = shared, shared_scale, shared_row, expert * 0
+    if half_empty(order, BLOCK_M, FORMAT, PLANNED):
+        up_tile(x, w13, w13_scale, w13_row, expert, order, act, rows, alpha, limit, beta, H, I, HP, IP, N, BLOCK_M,
+                BLOCK_M // 2, BLOCK_I, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+    else:
+        up_tile(x, w13, w13_scale, w13_row, expert, order, act, rows, alpha, limit, beta, H, I, HP, IP, N, BLOCK_M,
+                BLOCK_M, BLOCK_I, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def half_empty(order, BLOCK_M: tl.constexpr, FORMAT: tl.constexpr, PLANNED: tl.constexpr):
+    """Whether a large tile has at most half as many places: what its products cost depends on them where packed weights
+    are cheap to read."""
+    if PLANNED and FORMAT != "none" and BLOCK_M >= 32:
+        return tl.load(order + tl.program_id(1) * BLOCK_M + BLOCK_M // 2) < 0
+    else:
+        return False
+
+
+@triton.jit
+def up_tile(x, w13, w13_scale, w13_row, expert, order, act, rows, alpha, limit, beta, H: tl.constexpr,
+            I: tl.constexpr, HP: tl.constexpr, IP: tl.constexpr, N: tl.constexpr,  # noqa: E741
+            STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+            FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr, SEPARATE: tl.constexpr,
+            PLANNED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """The first BLOCK_M places of a tile of STRIDE."""
+    m, pair = places(order, rows, STRIDE, BLOCK_M, PLANNED)
     token = tl.maximum(pair, 0) // N
     # The tile's columns are SHARE neighbours of each plane, in the order in which act holds them.
     PER: tl.constexpr = numbers_per_word(FORMAT)
@@ -165,13 +191,13 @@ def up_kernel(
 
 
 @triton.jit
-def tile_of(order, tile_expert, rows, BLOCK_M: tl.constexpr, PLANNED: tl.constexpr):
-    """This program's expert (-1: nothing to do), its places, and the pair at each of them (-1: empty)."""
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+def places(order, rows, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, PLANNED: tl.constexpr):
+    """The first BLOCK_M places of this program's tile, and the pair at each of them (-1: empty)."""
+    m = tl.program_id(1) * STRIDE + tl.arange(0, BLOCK_M)
     if PLANNED:
-        return tl.load(tile_expert + tl.program_id(1)), m, tl.load(order + m)
+        return m, tl.load(order + m)
     else:
-        return tl.program_id(1) * 0, m, tl.where(m < rows, m, -1)
+        return m, tl.where(m < rows, m, -1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -207,12 +233,27 @@ def down_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, m, pair = tile_of(order, tile_expert, rows, BLOCK_M, PLANNED)
+    expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
     if expert < 0:
         return
     if SHARED:
         if expert == E:
             w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
+    if half_empty(order, BLOCK_M, FORMAT, PLANNED):
+        down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M // 2, BLOCK_H, BLOCK_K,
+                  FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+    else:
+        down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M, BLOCK_H, BLOCK_K,
+                  FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H: tl.constexpr, I: tl.constexpr,  # noqa: E741
+              IP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
+              BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr,
+              SEPARATE: tl.constexpr, PLANNED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+    """The first BLOCK_M places of a tile of STRIDE."""
+    m, pair = places(order, rows, STRIDE, BLOCK_M, PLANNED)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
     acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,

@@ -123,6 +123,18 @@ def test_packed_experts(form, rows, experts, top_k, hidden, width):
     assert float((out.float() - want).norm() / want.norm()) < (0.01 if DEVICE == "cuda" else 0.02)
 
 
+@pytest.mark.parametrize("form", [MXFP4, MXFP8], ids=lambda form: form.name)
+def test_packed_experts_in_large_tiles(form):
+    """One tile with more than half of its places taken, one with less, and one sum for each plane."""
+    x, shares = randn(40, 192).bfloat16(), torch.ones(40, 1, device=DEVICE)
+    w13, w2 = (packed(form, w * 0.3) for w in (randn(3, 128, 192, seed=1), randn(3, 192, 64, seed=2)))
+    chosen = torch.tensor([0] * 9 + [1] * 31, device=DEVICE)[:, None]
+    tile = moe.Tile(32, 64, 128, num_warps=4, num_stages=3, separate=True)
+    out = moe.run_experts(x, w13, w2, shares, chosen, 1.702, 7.0, 1.0, tile=tile)
+    want = moe_ref.grouped_experts(x.float(), w13, w2, shares, chosen, 1.702, 7.0, 1.0)
+    assert float((out.float() - want).norm() / want.norm()) < (0.01 if DEVICE == "cuda" else 0.02)
+
+
 @pytest.mark.parametrize("form", [MXFP4, NVFP4], ids=lambda form: form.name)
 @pytest.mark.parametrize("rows", [1, 19])
 def test_a_shared_expert_in_the_same_launch(form, rows):
