@@ -37,6 +37,24 @@ def test_ties_at_the_border_of_the_top_k_count_up_to_k_in_the_mass():
     assert out == want and all(token < 3 for token in want)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_top_k_of_many(top_p):
+    """Its 300 entries hold about two thirds of the mass."""
+    logits = torch.randn(1200, generator=torch.Generator().manual_seed(1))
+    out, want = both(logits, 300, top_p)
+    assert out == want and len(set(want)) > ROWS / 2
+
+
+def test_ties_at_the_border_of_a_top_k_of_many():
+    """290 entries of weight 1, 1,000 of 1/2: top-k 300 leaves a mass of 295, of which 0.985 needs one of the 1,000."""
+    logits = torch.full((1500,), -20.0)
+    logits[:290], logits[400:1400] = 0.0, -0.6931472
+    out, want = both(logits, 300, 0.985)
+    assert out == want and any(token >= 400 for token in want)
+    out, want = both(logits, 300, 0.98)
+    assert out == want and all(token < 290 for token in want)
+
+
 def test_min_p_below_all_candidates_and_above():
     logits = torch.linspace(2.0, 1.0, 5000)
     for min_p in (0.999, 0.5, 0.1):
