@@ -104,6 +104,11 @@ class Tile:
         """RUN of moe_widen.py: four warps share a matrix unit's instructions where the tile is large enough."""
         return 2 if self.num_warps % 4 == 0 and self.block_w >= 64 and self.block_m >= 16 else 4
 
+    def ahead(self, weight: Operand) -> bool:
+        """Whether a product brings its weights to the L2 while the kernel before it still runs: few rows leave time
+        between launches in which nothing is read. Only whole 16 bytes can be brought."""
+        return self.block_m <= 16 and weight.per > 1 and weight.values.shape[-1] % 8 == 0
+
     @property
     def order(self) -> dict:
         """Launch keywords on the order of the products."""
@@ -272,6 +277,14 @@ def two_products(
         BLOCK_I=tile.block_w // 2, **constants,
     )  # fmt: skip
     down_kernel[(cdiv(hidden, tile.block_w), tiles)](
-        act, *w2.tensors, *shared2.tensors, *(planned or (y, y)), y, pairs, BLOCK_H=tile.block_w, **constants
+        act,
+        *w2.tensors,
+        *shared2.tensors,
+        *(planned or (y, y)),
+        y,
+        pairs,
+        BLOCK_H=tile.block_w,
+        AHEAD=tile.ahead(w2),
+        **constants,
     )
     return y

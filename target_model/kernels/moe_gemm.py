@@ -225,26 +225,42 @@ def down_kernel(
     ROW: tl.constexpr,
     RUN: tl.constexpr,
     SEPARATE: tl.constexpr,
+    AHEAD: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # The plan is older than the kernel before this one, and the weights older still: with AHEAD they come to the L2
+    # while that kernel ends.
     expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
-    if expert < 0:
-        return
     if SHARED:
         if expert == E:
             w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
+    if PDL:
+        if AHEAD:
+            prefetch_rows(w2, tl.maximum(expert, 0).to(tl.int64) * H, H, I // numbers_per_word(FORMAT) * 2, BLOCK_H)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if expert < 0:
+        return
     if half_empty(order, BLOCK_M, FORMAT, PLANNED):
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M // 2, BLOCK_H, BLOCK_K,
                   FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
     else:
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M, BLOCK_H, BLOCK_K,
                   FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+
+
+@triton.jit
+def prefetch_rows(weights, first_row, H: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Brings this program's rows of a weight [.., H rows, ROW_BYTES] to the L2."""
+    h = tl.minimum(tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H), H - 1)
+    at = weights.to(tl.int64) + (first_row + h) * ROW_BYTES
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [at, tl.full([BLOCK_H], ROW_BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
