@@ -6,7 +6,7 @@ candidates in a pool.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -149,11 +149,14 @@ class Drafter:
         count, size = candidates.score_RM.shape
         if shape.paths:
             return _constant(shape.layout[level - 1][1], candidates.score_RM.device).expand(count, -1)
-        return candidates.score_RM.topk(min(shape.width, size), dim=1).indices
+        if size <= shape.width:
+            return _constant(tuple(range(size)), candidates.score_RM.device).expand(count, -1)
+        return candidates.score_RM.topk(shape.width, dim=1).indices
 
     def grow_from(self, roots: Roots, guesses: Guesses, shape: TreeConfig, depth: int) -> Pool:
         """All candidates of trees of `depth` levels. The rows of the roots must have been computed."""
         count, device = roots.state_RH.shape[0], roots.state_RH.device
+        guessed = self._guessed_rows(roots, shape, depth) if depth > 1 else None
         state_RWH = roots.state_RH[:, None]
         score_RW = torch.zeros(count, 1, device=device)
         parent_RW = torch.full((count, 1), -1, device=device)  # index in the pool
@@ -171,8 +174,12 @@ class Drafter:
                 origin_RW, parent_RW = best_RW // token_RWC.shape[2], pooled + best_RW
                 guesses.descend(origin_RW, token_RW)
                 feature_RWH = self.draft.next_feature(state_RWH).take_along_dim(origin_RW[:, :, None], 1)
-                mask_RW = mask_RW.gather(1, origin_RW)
-                state_RWH, mask_RW = self._expand(roots, (level, shape.width), token_RW, feature_RWH, mask_RW)
+                first, width = (level - 1) * shape.width, best_RW.shape[1]
+                mask_RW = mask_RW.gather(1, origin_RW) | _bits(first, width, device)
+                rows = replace(guessed.columns(first, width), token_ids=token_RW.flatten(), ancestors=mask_RW.flatten())
+                blocks_TKN = None if roots.blocks_RKN is None else roots.blocks_RKN.repeat_interleave(width, 0)
+                state_TH = self.draft(rows, feature_RWH.flatten(0, 1), self.cache.draft(), blocks_TKN)
+                state_RWH = state_TH.view_as(feature_RWH)
             pooled += score_RM.shape[1]
         return Pool(
             torch.cat([each.token_RM for each in levels], 1),
@@ -180,29 +187,21 @@ class Drafter:
             torch.cat([each.parent_RM for each in levels], 1),
         )
 
-    def _expand(
-        self, roots: Roots, place: tuple[int, int], token_RW: Tensor, feature_RWH: Tensor, mask_RW: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Runs the draft on nodes of depth `level`, each depth having `room` slots (`place` is the two); returns their
-        states and their masks of visible guessed rows.
-        """
-        (level, room), width = place, token_RW.shape[1]
-        row_W = torch.arange((level - 1) * room, (level - 1) * room + width, device=token_RW.device)
-        mask_RW = mask_RW | (1 << row_W)
-        length_R1 = roots.length_R[:, None]
-        batch = Batch.grid(
+    def _guessed_rows(self, roots: Roots, shape: TreeConfig, depth: int) -> Batch:
+        """Where the draft's rows of all guessed nodes lie: `width` slots for each depth, behind the decided tokens."""
+        row_N = torch.arange(shape.width * (depth - 1), device=roots.length_R.device)
+        slot_RN = roots.length_R[:, None] + row_N
+        position_RN = roots.length_R[:, None] + row_N // shape.width
+        return Batch.grid(
             self.cache.page_size,
-            token_RW,
-            (length_R1 - 1 + level).expand_as(token_RW),
-            length_R1 + row_W,
+            torch.zeros_like(slot_RN),
+            position_RN,
+            slot_RN,
             roots.length_R,
             roots.table_RW,
-            mask_RW,
+            None,
             roots.max_context,
         )
-        blocks_TKN = None if roots.blocks_RKN is None else roots.blocks_RKN.repeat_interleave(width, 0)
-        state_TH = self.draft(batch, feature_RWH.flatten(0, 1), self.cache.draft(), blocks_TKN)
-        return state_TH.view_as(feature_RWH), mask_RW
 
     def select(self, pool: Pool, shape: TreeConfig) -> Tensor:
         """Places in the pool of the best nodes, or those of a static tree, int64 [R, K] in ascending order. A child
@@ -231,9 +230,17 @@ class Drafter:
 
 
 @functools.cache
+def _bits(first: int, count: int, device: torch.device) -> Tensor:
+    """One bit each, from bit `first` on, int64."""
+    with torch.inference_mode(False):  # whoever asks next may be of another mind
+        return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(first, first + count, device=device)
+
+
+@functools.cache
 def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 on the device, sent there once: while a graph is captured nothing can be."""
-    return torch.tensor(numbers, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
 
 
 def _places(shape: TreeConfig, size: int) -> tuple[int, ...]:

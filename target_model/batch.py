@@ -5,8 +5,9 @@ Slots below `committed` hold decided tokens, whose position equals their slot. S
 the rows of a prefill chunk, or the nodes of a tree, where slot and position differ.
 """
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -121,13 +122,31 @@ class Batch:
             positions=positions_RN.flatten(),
             slots=slots_RN.flatten(),
             physical_slots=(page_RN.long() * page_size + slots_RN % page_size).flatten(),
-            row_start=torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=token_ids_RN.device),
+            row_start=_row_starts(sequences, rows, token_ids_RN.device),
             committed=committed_R.to(torch.int32),
             block_table=block_table_RW,
             ancestors=None if ancestors_RN is None else ancestors_RN.flatten(),
             row_counts=(rows,) * sequences,
             max_context=max_context,
             page_size=page_size,
+        )
+
+    def columns(self, first: int, count: int) -> "Batch":
+        """Of a grid, only the rows first .. first + count - 1 of each sequence."""
+        sequences = self.num_sequences
+
+        def cut(row_T: Tensor) -> Tensor:
+            return row_T.view(sequences, -1)[:, first : first + count].flatten()
+
+        return replace(
+            self,
+            token_ids=cut(self.token_ids),
+            positions=cut(self.positions),
+            slots=cut(self.slots),
+            physical_slots=cut(self.physical_slots),
+            row_start=_row_starts(sequences, count, self.token_ids.device),
+            ancestors=None if self.ancestors is None else cut(self.ancestors),
+            row_counts=(count,) * sequences,
         )
 
     @staticmethod
@@ -192,6 +211,13 @@ class Batch:
             max_context=max(ends),
             page_size=page_size,
         )
+
+
+@functools.cache
+def _row_starts(sequences: int, rows: int, device: torch.device) -> Tensor:
+    """int32 [R + 1]."""
+    with torch.inference_mode(False):  # kept for others, who may need gradients
+        return torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=device)
 
 
 def signed64(mask: int) -> int:

@@ -19,7 +19,7 @@ from target_model.kernels.common import FLOATS, PDL, launch_options, power_of_tw
 def add_norm_kernel(
     x,  # [T, H]
     residual,  # [T, H]
-    scale,  # fp32 [H]
+    scale,  # [H]
     total,  # [T, H] x + residual
     normed,  # [T, H]
     eps,
@@ -38,7 +38,7 @@ def add_norm_kernel(
     tl.store(total + at + h, summed, mask=h < H)
     wide = summed.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
-    y = wide * inverse * tl.load(scale + h, mask=h < H, other=0.0)
+    y = wide * inverse * tl.load(scale + h, mask=h < H, other=0.0).to(tl.float32)
     tl.store(normed + at + h, y.to(normed.dtype.element_ty), mask=h < H)
 
 
@@ -73,7 +73,7 @@ def add_norm(x_TH: Tensor, residual_TH: Tensor, scale_H: Tensor, eps: float) -> 
     rows, hidden = x_TH.shape
     require_tensor("x", x_TH, (None, None), FLOATS)
     require_tensor("residual", residual_TH, (rows, hidden), (x_TH.dtype,))
-    require_tensor("scale", scale_H, (hidden,), (torch.float32,))
+    require_tensor("scale", scale_H, (hidden,), FLOATS)
     normed, total = torch.empty_like(x_TH), torch.empty_like(x_TH)
     add_norm_kernel[(rows,)](
         x_TH,

@@ -8,7 +8,7 @@ from torch import Tensor
 def add_norm(x_TH: Tensor, residual_TH: Tensor, scale_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normed, x + residual), both [T, H] in the dtype of x."""
     total_TH = x_TH + residual_TH
-    return F.rms_norm(total_TH.float(), scale_H.shape, scale_H, eps).to(x_TH.dtype), total_TH
+    return F.rms_norm(total_TH.float(), scale_H.shape, scale_H.float(), eps).to(x_TH.dtype), total_TH
 
 
 def dual_norm(first_TH: Tensor, second_TH: Tensor, first_scale_H: Tensor, second_scale_H: Tensor, eps: float) -> Tensor:

@@ -80,6 +80,24 @@ def norm_rope_write(
     )
 
 
+def rope_write(
+    packed_TnD: Tensor,
+    frequencies_F: Tensor,
+    num_heads: int,
+    k_pool_PBKD: Tensor,
+    v_pool_PBKD: Tensor,
+    batch: Batch,
+) -> Tensor:
+    """Rotated queries [T, Q, D] of packed heads q | k | v; keys and values go to their slots."""
+    kernel = _implementation("rope_write", packed_TnD).rope_write
+    return kernel(packed_TnD, frequencies_F, num_heads, k_pool_PBKD, v_pool_PBKD, batch)
+
+
+def silu_product(gate_up_TI: Tensor) -> Tensor:
+    """silu(gate) * up, [T, 2I] -> [T, I]."""
+    return _implementation("silu_product", gate_up_TI).silu_product(gate_up_TI)
+
+
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, k_pool_PBKD: Tensor, v_pool_PBKD: Tensor, batch: Batch) -> None:
     """Stores the rows' keys and values in their slots."""
     _implementation("write_kv", k_TKD).write_kv(k_TKD, v_TKD, k_pool_PBKD, v_pool_PBKD, batch)

@@ -11,8 +11,10 @@ from target_model.kernels import (
     norms,
     own_column,
     paged_attention,
+    rope_write,
     sample_tokens,
     select_blocks,
+    silu_product,
     sparse_attention,
     top_rows,
     write_kv,
@@ -65,6 +67,8 @@ def draft_attention() -> None:
     batch, pages = decode_batch()
     k = empty(pages, PAGE, HEADS, D)
     paged_attention.paged_attention(empty(1, HEADS, D), k, k, batch, 0.1, first_slot=1)
+    rope_write.rope_write(empty(1, 3 * HEADS, D), empty(D // 2, dtype=torch.float32), HEADS, k, k, batch)
+    silu_product.silu_product(empty(1, 2 * 18432))
 
 
 def write() -> None:

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
-from target_model.kernels import moe, moe_ref, norm_rope, norm_rope_ref, norms, norms_ref
+from target_model.kernels import (
+    moe,
+    moe_ref,
+    norm_rope,
+    norm_rope_ref,
+    norms,
+    norms_ref,
+    rope_write,
+    rope_write_ref,
+    silu_product,
+    silu_product_ref,
+)
 from target_model.quantised import QuantisedWeight
 from target_model.quantised_formats import MXFP4, MXFP8, NVFP4, NVFP4_PACKED, Format, Packed, quantise, tensor_scale_of
 from tests.target_model.kernels.batches import causal_batch, normal
@@ -42,6 +53,25 @@ def test_norms(hidden):
     for out, want in zip(norms.add_norm(x, y, a, 1e-6), norms_ref.add_norm(x, y, a, 1e-6), strict=True):
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(norms.dual_norm(x, y, a, b, 1e-6), norms_ref.dual_norm(x, y, a, b, 1e-6))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 32), (8, 2, 64), (5, 5, 16)])
+def test_rope_write(heads, kv_heads, dim):
+    batch, pages = causal_batch([5, 30], [3, 1], 16, device=DEVICE)
+    packed, frequencies = normal(batch, heads + 2 * kv_heads, dim), 1e4 ** -(torch.arange(dim // 2) / (dim // 2))
+    results = []
+    for module in (rope_write, rope_write_ref):
+        k, v = (torch.zeros(pages, 16, kv_heads, dim, device=DEVICE) for _ in range(2))
+        results.append((module.rope_write(packed, frequencies.to(DEVICE), heads, k, v, batch), k, v))
+    for out, want in zip(*results, strict=True):
+        assert want.abs().max() > 1
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("width", [96, 1100])
+def test_silu_product(width):
+    x = randn(5, 2 * width)
+    torch.testing.assert_close(silu_product.silu_product(x), silu_product_ref.silu_product(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "experts", "top_k", "hidden"), [(1, 8, 2, 96), (19, 12, 4, 192)])
