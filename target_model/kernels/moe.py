@@ -131,23 +131,25 @@ def operand(weight: Weight, x: Tensor) -> Operand:
 
 
 def plan(
-    experts_TN: Tensor, experts: int, x_TH: Tensor, tile: Tile, per: int, shared: bool
+    experts_TN: Tensor, experts: int, x_TH: Tensor, tile: Tile, w13: Operand, shared13: Operand | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x for
-    weights of `per` numbers a word (x itself for 1). With `shared` every row has one pair more, of expert number
-    `experts`.
+    """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x in
+    the order of the products. With a shared expert every row has one pair more, of expert number `experts`.
     """
+    shared = shared13 is not None
+    ahead = shared and tile.ahead(shared13)
     hidden = x_TH.shape[1]
     pairs, experts = experts_TN.numel() + shared * len(experts_TN), experts + shared
     tiles = pairs // tile.block_m + min(experts, pairs)
     order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=experts_TN.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts_TN.device)
-    arranged, chunks = room_for(x_TH, tile, per)
+    arranged, chunks = room_for(x_TH, tile, w13.per)
     plan_kernel[(experts + chunks,)](
-        experts_TN, order, tile_expert, x_TH, arranged, pairs, tiles, E=experts, E_PAD=power_of_two(experts + 1),
-        N=experts_TN.shape[1], SHARED=shared, BLOCK_M=tile.block_m, CHUNK=min(1024, max(32, power_of_two(pairs))),
-        H=hidden, HP=arranged.shape[1], PER=per, ARRANGED=ARRANGED_AT_ONCE, PDL=PDL, **tile.order,
-        **launch_options(4, 1),
+        experts_TN, order, tile_expert, x_TH, arranged, (shared13 or w13).values, pairs, tiles, E=experts,
+        E_PAD=power_of_two(experts + 1), N=experts_TN.shape[1], SHARED=shared, BLOCK_M=tile.block_m,
+        CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden, HP=arranged.shape[1], PER=w13.per,
+        ARRANGED=ARRANGED_AT_ONCE, SHARED_ROWS=w13.values.shape[-2], WORDS=w13.values.shape[-1], AHEAD=ahead, PDL=PDL,
+        **tile.order, **launch_options(4, 1),
     )  # fmt: skip
     return order, tile_expert, arranged
 
@@ -230,11 +232,11 @@ def run_experts(
     require_tensor("weights", weights_TN, (rows, per_token), (torch.float32,))
     require_tensor("experts", experts_TN, (rows, per_token), (torch.int64,))
     w13, w2 = operand(w13_E2IH, x_TH), operand(w2_EHI, x_TH)
-    order, tile_expert, arranged = plan(experts_TN, experts, x_TH, tile, w13.per, shared is not None)
-    operands = (w13, w2) if shared is None else (w13, w2, *(operand(weight, x_TH) for weight in shared))
+    common = () if shared is None else tuple(operand(weight, x_TH) for weight in shared)
+    order, tile_expert, arranged = plan(experts_TN, experts, x_TH, tile, w13, *common[:1])
     all_per_token = per_token + (shared is not None)
-    y = two_products(arranged, operands, rows * all_per_token, hidden, (alpha, limit, beta), tile, all_per_token,
-                     (order, tile_expert))  # fmt: skip
+    y = two_products(arranged, (w13, w2, *common), rows * all_per_token, hidden, (alpha, limit, beta), tile,
+                     all_per_token, (order, tile_expert))  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     weighted_sum_kernel[(rows, cdiv(hidden, 1024))](
         y, weights_TN, out, H=hidden, N=per_token, SHARED=shared is not None, BLOCK_H=1024, PDL=PDL,

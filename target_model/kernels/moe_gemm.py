@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 
 from target_model.kernels.common import widen
-from target_model.kernels.moe_widen import UNSCALE, column_of, multiplier, numbers_per_word, own_order, widen_word
+from target_model.kernels.moe_widen import (
+    UNSCALE,
+    column_of,
+    multiplier,
+    numbers_per_word,
+    own_order,
+    prefetch_rows,
+    widen_word,
+)
 
 
 @triton.jit
@@ -239,7 +247,8 @@ def down_kernel(
             w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
     if PDL:
         if AHEAD:
-            prefetch_rows(w2, tl.maximum(expert, 0).to(tl.int64) * H, H, I // numbers_per_word(FORMAT) * 2, BLOCK_H)
+            first = tl.program_id(0) * BLOCK_H
+            prefetch_rows(w2, tl.maximum(expert, 0).to(tl.int64) * H, first, H, I // numbers_per_word(FORMAT), BLOCK_H)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if expert < 0:
@@ -250,17 +259,6 @@ def down_kernel(
     else:
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M, BLOCK_H, BLOCK_K,
                   FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
-
-
-@triton.jit
-def prefetch_rows(weights, first_row, H: tl.constexpr, ROW_BYTES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Brings this program's rows of a weight [.., H rows, ROW_BYTES] to the L2."""
-    h = tl.minimum(tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H), H - 1)
-    at = weights.to(tl.int64) + (first_row + h) * ROW_BYTES
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [at, tl.full([BLOCK_H], ROW_BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit

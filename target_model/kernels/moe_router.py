@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from target_model.kernels.common import widen
-from target_model.kernels.moe_widen import arrange
+from target_model.kernels.moe_widen import arrange, prefetch_rows
 
 
 @triton.jit
@@ -106,6 +106,7 @@ def plan_kernel(
     tile_expert,  # int32 [tiles], -1: unused
     x,  # [T, H]
     arranged,  # [T, HP], see moe_widen.py; not written where PER is 1
+    shared,  # int16 [SHARED_ROWS, WORDS] with AHEAD
     pairs,
     tiles,
     E: tl.constexpr,  # with SHARED one more than there are: pair N of every row is of the last one
@@ -120,9 +121,16 @@ def plan_kernel(
     BLOCK_K: tl.constexpr,
     RUN: tl.constexpr,
     ARRANGED: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
+        # The shared expert's first weight comes to the L2 while the router still works.
+        if AHEAD:
+            if tl.program_id(0) * 64 < SHARED_ROWS:
+                prefetch_rows(shared, 0, tl.program_id(0) * 64, SHARED_ROWS, WORDS, 64)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     mine = tl.program_id(0)

@@ -81,6 +81,17 @@ def arrange_kernel(
 
 
 @triton.jit
+def prefetch_rows(weights, start, first, count, WORDS: tl.constexpr, ROWS: tl.constexpr):
+    """Brings rows start + first .. start + first + ROWS of a weight [.., WORDS] to the L2, up to start + count."""
+    row = tl.minimum(first + tl.arange(0, ROWS), count - 1).to(tl.int64)
+    at = weights.to(tl.int64) + (start + row) * (2 * WORDS)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
+        [at, tl.full([ROWS], 2 * WORDS, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def multiplier(scale, FORMAT: tl.constexpr, GROUP: tl.constexpr):
     """Bytes of group scales (E8M0 for 32 columns, e4m3 for 16) to the bits (int16) of the bf16 that `widen_word` takes:
     scale * 2^(126 - 16), or 2^(120 - 16).
