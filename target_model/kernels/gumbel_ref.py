@@ -44,18 +44,23 @@ def to_gumbel(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log(to_uniform(bits)))
 
 
+def draw(word: Tensor, position: Tensor, choice: Tensor, seed: Tensor, stream: int) -> Tensor:
+    """The four words of Philox of each place, int64, in a new last dimension; arguments int64, broadcast together."""
+    columns = [word, position, choice, torch.full_like(choice, stream), seed]
+    if not seed.is_cuda:  # numpy runs these short integer operations about three times as fast there
+        columns = [column.numpy() for column in columns]
+    *counter, seed = columns
+    words = philox(tuple(counter), (seed & MASK, (seed >> 32) & MASK))
+    return torch.stack([torch.as_tensor(word) for word in words], dim=-1)
+
+
 def random_bits(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, count: int, stream: int) -> Tensor:
     """32 random bits for each of the numbers 0 .. count - 1 of every row, int64 [N, count]."""
     # The nodes of a tree share positions: each row is drawn once.
     key_U3, place_N = torch.stack([seed_N, choice_N, position_N], 1).unique(dim=0, return_inverse=True)
+    seed_U1, choice_U1, position_U1 = key_U3[:, :, None].unbind(1)
     word_1W = torch.arange((count + 3) // 4, device=seed_N.device)[None]
-    columns = [*key_U3.T[:, :, None], word_1W, torch.full_like(word_1W[:, :1], stream)]
-    if not seed_N.is_cuda:  # numpy runs these short integer operations about three times as fast there
-        columns = [column.numpy() for column in columns]
-    seed_U1, choice_U1, position_U1, word_1W, stream_11 = columns
-    words = philox((word_1W, position_U1, choice_U1, stream_11), (seed_U1 & MASK, (seed_U1 >> 32) & MASK))
-    bits_UV = torch.stack([torch.as_tensor(word) for word in words], dim=-1).flatten(1)[:, :count]
-    return bits_UV[place_N]
+    return draw(word_1W, position_U1, choice_U1, seed_U1, stream).flatten(1)[place_N, :count]
 
 
 def gumbel_rows(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, vocab_size: int) -> Tensor:
@@ -68,6 +73,5 @@ def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tens
 
     All int64. `seed_N` holds 64 bits, `position_N` is that of the token to be chosen; ids are not negative.
     """
-    counter = (ids_NK >> 2, position_N[:, None], choice_N[:, None], torch.zeros_like(seed_N)[:, None])
-    words_NK4 = torch.stack(philox(counter, (seed_N[:, None] & MASK, (seed_N[:, None] >> 32) & MASK)), -1)
+    words_NK4 = draw(ids_NK >> 2, position_N[:, None], choice_N[:, None], seed_N[:, None], stream=0)
     return to_gumbel(words_NK4.gather(-1, (ids_NK & 3)[:, :, None])[:, :, 0])

@@ -44,11 +44,10 @@ def sample_tokens(
     greedy_N = temperature_N == 0
     x_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperature_N)[:, None]
     kept_NV = x_NV >= thresholds(x_NV, torch.where(greedy_N, 1, top_k_N), top_p_N, min_p_N)
-    n, v = kept_NV.nonzero(as_tuple=True)
-    if 16 * len(n) <= x_NV.numel():  # the noise of a whole row is cheaper by the token
+    if 16 * kept_NV.sum() <= kept_NV.numel():  # the noise of a whole row is cheaper by the token
+        n, v = kept_NV.nonzero(as_tuple=True)
         drawn = gumbel_at(seed_N[n], choice_N[n], position_N[n], v[:, None])[:, 0]
-        noise_NV = torch.zeros_like(x_NV).index_put_((n, v), drawn)
-    else:
-        noise_NV = gumbel_rows(seed_N, choice_N, position_N, x_NV.shape[1])
-    noise_NV = noise_NV.masked_fill(greedy_N[:, None], 0.0)
-    return (x_NV + noise_NV).masked_fill(~kept_NV, float("-inf")).argmax(-1)
+        noisy = x_NV[n, v] + drawn.masked_fill(greedy_N[n], 0.0)
+        return torch.full_like(x_NV, float("-inf")).index_put_((n, v), noisy).argmax(-1)
+    noise_NV = gumbel_rows(seed_N, choice_N, position_N, x_NV.shape[1]).masked_fill(greedy_N[:, None], 0.0)
+    return torch.where(kept_NV, x_NV + noise_NV, float("-inf")).argmax(-1)
