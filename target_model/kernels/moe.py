@@ -90,7 +90,7 @@ class Operand:
 @dataclass(frozen=True)
 class Tile:
     """`block_m` tokens x `block_w` weight rows, `block_k` columns at a time; `separate` sums for the planes of packed
-    weights."""
+    weights; `registers` a thread may have at most."""
 
     block_m: int
     block_w: int
@@ -98,6 +98,7 @@ class Tile:
     num_warps: int
     num_stages: int
     separate: bool = False
+    registers: int | None = None
 
     @property
     def run(self) -> int:
@@ -272,7 +273,7 @@ def two_products(
     constants = {
         "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "SEPARATE": tile.separate,
         "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
-        **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages),
+        **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages, tile.registers),
     }  # fmt: skip
     up_kernel[(cdiv(padded, tile.block_w // 2), tiles)](
         x, *w13.tensors, *shared13.tensors, *(planned or (y, y)), act, pairs, *activation, HP=x.shape[1], N=per_token,
