@@ -10,6 +10,7 @@ from target_model.kernels import (
     norm_rope,
     norms,
     own_column,
+    packed_products,
     paged_attention,
     rope_write,
     sample_tokens,
@@ -101,6 +102,13 @@ def packed_experts(rows: int) -> None:
         moe.grouped_experts(empty(rows, HIDDEN), *weights, shares, chosen, 1.7, 7.0, 1.0)
 
 
+def packed_dense(rows: int) -> None:
+    for form in (MXFP4, MXFP8):
+        x, w13, w2 = empty(rows, HIDDEN), packed(form, 2 * WIDTH, HIDDEN), packed(form, HIDDEN, WIDTH)
+        packed_products.linear(x, w13)
+        packed_products.mlp(x, w13, w2, 1.7, 7.0, 1.0)
+
+
 def experts(rows: int) -> None:
     gate, bias = empty(128, HIDDEN, dtype=torch.float32), empty(128, dtype=torch.float32)
     weights, chosen = moe.route(empty(rows, HIDDEN), gate, bias, 4, 2.0)
@@ -161,6 +169,9 @@ CASES = {
     "best entries": best_entries,
     "training loss": training_loss,
     "own column": own_column_merge,
+    "packed dense 1": lambda: packed_dense(1),
+    "packed dense 64": lambda: packed_dense(64),
+    "packed dense 600": lambda: packed_dense(600),
     "packed experts 4": lambda: packed_experts(4),
     "packed experts 1024": lambda: packed_experts(1024),
     "experts 1": lambda: experts(1),
