@@ -137,6 +137,13 @@ def plan_kernel(
     if mine >= E:
         arrange(x, arranged, mine - E, H, HP, PER, BLOCK_K, RUN, ARRANGED)
         return
+    group_pairs(experts, order, tile_expert, pairs, tiles, mine, E, E_PAD, N, SHARED, BLOCK_M, CHUNK)
+
+
+@triton.jit
+def group_pairs(experts, order, tile_expert, pairs, tiles, mine, E: tl.constexpr, E_PAD: tl.constexpr, N: tl.constexpr,
+                SHARED: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Expert `mine`: its pairs to their places, and its number to its tiles; the last expert marks unused tiles."""
     e = tl.arange(0, E_PAD)
     i = tl.arange(0, CHUNK)
     counts = tl.zeros([E_PAD], tl.int32)
