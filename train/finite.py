@@ -29,8 +29,17 @@ class FiniteAdamW(torch.optim.AdamW):
         if not self._started:
             self._make_state()
         elif self._finite_everywhere():
+            self._place_steps()
             super().step(closure)
             self.updated = True
+
+    def _place_steps(self) -> None:
+        """DeepSpeed's universal checkpoint leaves the count of steps on the host; a fused update wants it beside the
+        weights.
+        """
+        if self.param_groups[0]["fused"]:
+            for parameter, state in self.state.items():
+                state["step"] = state["step"].to(parameter.device)
 
     def _make_state(self) -> None:
         """DeepSpeed steps once while it starts, with zero gradients, so that there is a state. That is no update: it

@@ -64,7 +64,7 @@ ENGINES = {
 
 
 def losses_of_an_engine(**engine) -> list[float]:
-    """Four optimizer steps on one batch."""
+    """Four optimizer steps on one batch; before the last the counts of steps lie where an elastic resume puts them."""
     config, device, steps = training.draft_config(small=True), torch.device("cuda", torch.cuda.current_device()), 3
     features = training.random_features(config, 256, steps, device, torch.bfloat16)
     teacher = Teacher(training._teacher_head(config, device, torch.bfloat16), None)
@@ -72,8 +72,14 @@ def losses_of_an_engine(**engine) -> list[float]:
     settings = {"name": "x", "data": {"path": "x", "sequence_length": 256}, "ttt": {"steps": steps}}
     settings |= {"schedule": {"steps": 4}, "engine": {"device": "cuda", "micro_batch": 1, **engine}}
     made = DraftEngine(training.random_draft(config, device), teacher, parse_config(settings), torch.bfloat16)
+    losses = []
     try:
-        return [float((made.step([features], weights, 1e-3).loss * weights.double()).sum()) for _ in range(4)]
+        for number in range(4):
+            if number == 3:
+                for state in made.optimizer.state.values():
+                    state["step"] = state["step"].cpu()
+            losses.append(float((made.step([features], weights, 1e-3).loss * weights.double()).sum()))
+        return losses
     finally:
         made.close()
 
