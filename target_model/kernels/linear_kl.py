@@ -96,33 +96,32 @@ def kl_rows_kernel(
     row_kl, s_log, t_log, hit = _statistics(student, teacher, V, LANES, EACH)
     tl.store(kl + c, row_kl)
     tl.store(hits + c, hit)
-    if GRADIENT:
-        row_weight = tl.load(weights + c)
-        shared = tl.zeros([LANES], tl.float32)
-        for first in range(0, V, LANES * EACH):
-            s, v = _tile(student, first, V, LANES, EACH)
-            t, _ = _tile(teacher, first, V, LANES, EACH)
-            q = tl.exp2((s - s_log) * BITS)
-            p = tl.exp2((t - t_log) * BITS)
-            shared += tl.sum(tl.minimum(p, q), 1)
+    row_weight = tl.load(weights + c)
+    shared = tl.zeros([LANES], tl.float32)
+    for first in range(0, V, LANES * EACH):
+        s, v = _tile(student, first, V, LANES, EACH)
+        t, _ = _tile(teacher, first, V, LANES, EACH)
+        q = tl.exp2((s - s_log) * BITS)
+        p = tl.exp2((t - t_log) * BITS)
+        shared += tl.sum(tl.minimum(p, q), 1)
+        if GRADIENT:
             tl.store(student + v, (row_weight * (q - p)).to(student.dtype.element_ty), mask=v < V)
-        tl.store(alpha + c, tl.sum(shared, 0))
+    tl.store(alpha + c, tl.sum(shared, 0))
 
 
 def kl_rows(
     student_CV: Tensor, teacher_AV: Tensor, teacher_rows_C: Tensor, weights_C: Tensor, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(kl, sum of min(p, q), 0 without `gradient`, both fp32 [C]; int32 [C] hits) of rows of logits, the student's row
-    c against the teacher's row teacher_rows[c] (int64). With `gradient` the student's logits are replaced by
-    weight * (q - p).
+    """(kl and sum of min(p, q), fp32 [C]; int32 [C] hits) of rows of logits, the student's row c against the teacher's
+    row teacher_rows[c] (int64). With `gradient` the student's logits are replaced by weight * (q - p).
     """
     rows, vocab = student_CV.shape
     require_tensor("student", student_CV, (None, None), FLOATS)
     require_tensor("teacher", teacher_AV, (None, vocab), FLOATS)
     require_tensor("teacher_rows", teacher_rows_C, (rows,), (torch.int64,))
     require_tensor("weights", weights_C, (rows,), (torch.float32,))
-    kl, alpha = (torch.zeros(rows, dtype=torch.float32, device=student_CV.device) for _ in range(2))
-    hits = torch.zeros(rows, dtype=torch.int32, device=student_CV.device)
+    kl, alpha = (torch.empty(rows, dtype=torch.float32, device=student_CV.device) for _ in range(2))
+    hits = torch.empty(rows, dtype=torch.int32, device=student_CV.device)
     # A lane's eight numbers are sixteen bytes: one load of one thread.
     each = 8
     lanes = min(512, max(32, power_of_two(vocab) // each))
@@ -184,8 +183,7 @@ def linear_kl(
     weights_T: Tensor,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(sum of weight * kl, differentiable in state and head; kl fp32 [T]; sum of min(p, q) fp32 [T], 0 without
-    gradient; int32 [T] hits)."""
+    """(sum of weight * kl, differentiable in state and head; kl and sum of min(p, q) fp32 [T]; int32 [T] hits)."""
     rows, hidden = state_TH.shape
     require_tensor("state", state_TH, (None, None), FLOATS)
     require_tensor("head", head_VH, (None, hidden), (state_TH.dtype,))
