@@ -14,14 +14,12 @@ predicts x[t + 1]:
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draft_model.config import DraftConfig
 from target_model.batch import Batch
 from target_model.cache import DraftKVShape, LayerCache
 from target_model.kernels import ops
-from target_model.kernels.rope_write_ref import rotate
 
 
 class Eagle3Draft(nn.Module):
@@ -80,12 +78,8 @@ class Eagle3Draft(nn.Module):
         normed_TH = self.hidden_norm(feature_TH)
         residual_TH = normed_TH if config.norm_before_residual else feature_TH
         packed = self.qkv_proj(torch.cat([self.input_layernorm(self.embed_tokens(token_ids_T)), normed_TH], dim=-1))
-        heads = packed.unflatten(-1, (-1, config.head_dim))
-        rotated, v_TKD = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=-2)
-        q_TQD, k_TKD = rotate(rotated, positions_T, self._frequencies(rotated.device)).split(
-            [config.num_heads, config.num_kv_heads], dim=-2
-        )
-        return q_TQD, k_TKD, v_TKD, residual_TH
+        heads, counts = packed.unflatten(-1, (-1, config.head_dim)), (config.num_heads, config.num_kv_heads)
+        return *ops.rotate_heads(heads, positions_T, self._frequencies(heads.device), *counts), residual_TH
 
     def _frequencies(self, device: torch.device) -> Tensor:
         return _rope_frequencies(self.config.head_dim, self.config.rope_theta, device)
@@ -93,8 +87,7 @@ class Eagle3Draft(nn.Module):
     def attention_output(self, attended_TQD: Tensor, residual_TH: Tensor) -> Tensor:
         """The layer behind attention: output projection, residual, MLP. Returns h [T, H]."""
         state_TH = residual_TH + self.o_proj(attended_TQD.flatten(-2))
-        gate, up = self.gate_up_proj(self.post_attention_layernorm(state_TH)).chunk(2, dim=-1)
-        return state_TH + self.down_proj(F.silu(gate) * up)
+        return state_TH + self.down_proj(ops.silu_product(self.gate_up_proj(self.post_attention_layernorm(state_TH))))
 
     def forward(self, batch: Batch, feature_TH: Tensor, cache: LayerCache, blocks_TKN: Tensor | None = None) -> Tensor:
         """One served draft step: writes the rows' K and V into the draft's cache, attends through it, returns h [T, H].

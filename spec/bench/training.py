@@ -26,6 +26,7 @@ from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
 from spec.bench.plain_step import flex_rows, masked_rows, plain_loss
 from target_model.errors import UserError, atomic_write
+from target_model.kernels import ops
 from train.config import TrainConfig, parse_config
 from train.data import valid_steps
 from train.engine import DraftEngine, processes, resolve_device
@@ -132,6 +133,7 @@ def measure_plain(config: DraftConfig, features: Features, settings: Settings, d
     optimizer = torch.optim.AdamW(trained, **_ADAM, weight_decay=0.0, fused=device.type == "cuda")
     weights = _weights(features, settings.ttt_steps)
     attend = flex_rows if device.type == "cuda" else masked_rows
+    kernels, ops.override = ops.override, "reference"
 
     def step() -> float:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -142,7 +144,10 @@ def measure_plain(config: DraftConfig, features: Features, settings: Settings, d
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    return _timed("plain", step, config, features, settings, device)
+    try:
+        return _timed("plain", step, config, features, settings, device)
+    finally:
+        ops.override = kernels
 
 
 def measure_ours(config: DraftConfig, features: Features, settings: Settings, device: torch.device) -> Measurement:

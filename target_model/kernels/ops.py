@@ -93,8 +93,16 @@ def rope_write(
     return kernel(packed_TnD, frequencies_F, num_heads, k_pool_PBKD, v_pool_PBKD, batch)
 
 
+def rotate_heads(
+    packed_TnD: Tensor, positions_T: Tensor, frequencies_F: Tensor, num_heads: int, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries [T, Q, D] and keys and the values [T, K, D] of packed heads q | k | v, differentiable."""
+    kernel = _implementation("rotate_heads", packed_TnD).rotate_heads
+    return kernel(packed_TnD, positions_T, frequencies_F, num_heads, kv_heads)
+
+
 def silu_product(gate_up_TI: Tensor) -> Tensor:
-    """silu(gate) * up, [T, 2I] -> [T, I]."""
+    """silu(gate) * up, [T, 2I] -> [T, I], differentiable."""
     return _implementation("silu_product", gate_up_TI).silu_product(gate_up_TI)
 
 

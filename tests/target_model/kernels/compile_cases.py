@@ -13,6 +13,7 @@ from target_model.kernels import (
     packed_products,
     paged_attention,
     rope_write,
+    rotate_heads,
     sample_tokens,
     select_blocks,
     silu_product,
@@ -153,6 +154,13 @@ def own_column_merge() -> None:
     own_column.column_gradient(q, q, q, lse, q, k, k, 1.0)
 
 
+def layer_gradients() -> None:
+    packed = empty(2, 192, 128).requires_grad_()
+    rotated = rotate_heads.rotate_heads(packed, torch.zeros(2, dtype=torch.int64), torch.zeros(64), 64, 64)
+    sum(part.sum() for part in rotated).backward()
+    silu_product.silu_product(empty(2, 2 * 18432).requires_grad_()).sum().backward()
+
+
 CASES = {
     "decode": lambda: attention(decode_batch),
     "decode fp8": lambda: attention(decode_batch, torch.float8_e4m3fn),
@@ -169,6 +177,7 @@ CASES = {
     "best entries": best_entries,
     "training loss": training_loss,
     "own column": own_column_merge,
+    "layer gradients": layer_gradients,
     "packed dense 1": lambda: packed_dense(1),
     "packed dense 64": lambda: packed_dense(64),
     "packed dense 600": lambda: packed_dense(600),

@@ -31,6 +31,8 @@ def test_linear_kl(rows, vocab, chunk):
         loss, kl, alpha, hits = module.linear_kl(state, head, teacher_state, teacher_head, weights, chunk)
         (3 * loss).backward()
         results.append((loss.detach(), kl, alpha, hits, state.grad, head.grad))
+        with torch.no_grad():
+            assert torch.equal(module.linear_kl(state, head, teacher_state, teacher_head, weights, chunk)[2], alpha)
     for out, want in zip(*results, strict=True):
         torch.testing.assert_close(out, want, atol=2e-5, rtol=1e-4)
 
