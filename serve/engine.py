@@ -17,7 +17,7 @@ from serve.request import Completion, Request, SamplingParams, Sequence, StepRec
 from serve.runner import Outcome, Runner
 from serve.scheduler import Limits, Scheduler
 from serve.synthetic import SyntheticAcceptance
-from serve.tree import TreeConfig, Verified
+from serve.tree import TreeConfig, Verified, step_slots
 from target_model.errors import UserError
 from target_model.model import TargetModel
 
@@ -95,11 +95,7 @@ class Engine:
             raise UserError("rejection sampling needs the host in every step: device_step must be off")
         if device_step is None:
             device_step = target.device.type == "cuda" and not rejection
-        # A step writes its scratch slots, or the decided tokens of the deepest path and the draft's row of the bonus
-        # token; a device step goes on to draft the next tree behind these.
-        shapes = self.budget.shapes if self.budget else (self.tree,)
-        deepest = max(min(shape.depth, shape.nodes - 1) for shape in shapes)
-        scratch = max(deepest + 2, max(shape.scratch_slots for shape in shapes) + (deepest + 1 if device_step else 0))
+        scratch = step_slots(self.budget.shapes if self.budget else (self.tree,), ahead=device_step)
         if pages is None:
             pages = -(-min(32 * (self.context + scratch), 65_536) // config.block_size)
         shape = draft.kv_shape if draft else None

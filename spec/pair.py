@@ -11,7 +11,7 @@ from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import resolve_draft
 from serve.engine import Engine
 from serve.load import EngineOptions, check_pair, load_engine
-from serve.tree import TreeConfig
+from serve.tree import TreeConfig, step_slots
 from target_model.batch import MAX_SCRATCH
 from target_model.chat import THINK_CLOSE
 from target_model.dummy import DummyWeights
@@ -56,7 +56,8 @@ class Pair:
         self, tree: TreeConfig | None, longest: int, sequences: int = 1, draft_attention: str = "full"
     ) -> Engine:
         """An engine for `sequences` at once, each at most `longest` tokens, answer included; plain without `tree`."""
-        pages = sequences * -(-(longest + MAX_SCRATCH) // self.target.config.block_size)
+        slots = longest + (step_slots((tree,), ahead=True) if tree else 1)
+        pages = sequences * -(-slots // self.target.config.block_size)
         draft = None if tree is None else self.draft
         return Engine(
             self.target,
