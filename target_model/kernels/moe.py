@@ -38,7 +38,7 @@ def route(x_TH: Tensor, gate_EH: Tensor, bias_E: Tensor, top_k: int, scale: floa
     partial = torch.empty(splits, rows, experts, dtype=torch.float32, device=x_TH.device)
     logits_kernel[(cdiv(rows, 16), cdiv(experts, 32), splits)](
         x_TH, gate_EH, partial, rows, H=hidden, E=experts, BLOCK_T=16, BLOCK_E=32, BLOCK_H=64, SPLITS=splits,
-        UPCAST=INTERPRETED, PDL=PDL, **launch_options(4, 3),
+        AHEAD=splits > 1 and hidden % (64 * splits) == 0, UPCAST=INTERPRETED, PDL=PDL, **launch_options(4, 3),
     )  # fmt: skip
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x_TH.device)
     chosen = torch.empty(rows, top_k, dtype=torch.int64, device=x_TH.device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from target_model.kernels.common import widen
-from target_model.kernels.moe_widen import arrange, prefetch_rows
+from target_model.kernels.moe_widen import arrange, prefetch, prefetch_rows
 
 
 @triton.jit
@@ -29,16 +29,20 @@ def logits_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     SHARE: tl.constexpr = tl.cdiv(tl.cdiv(H, BLOCK_H), SPLITS) * BLOCK_H
     first = tl.program_id(2) * SHARE
+    if PDL:
+        if AHEAD:  # few rows: the gate comes to the L2 while the kernel before this one ends
+            at = gate + tl.minimum(e, E - 1) * H + tl.program_id(2) * SHARE
+            prefetch(at.to(tl.int64), SHARE * 4, BLOCK_E)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for k in range(first, tl.minimum(first + SHARE, H), BLOCK_H):
         h = k + tl.arange(0, BLOCK_H)

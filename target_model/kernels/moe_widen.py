@@ -84,10 +84,15 @@ def arrange_kernel(
 def prefetch_rows(weights, start, first, count, WORDS: tl.constexpr, ROWS: tl.constexpr):
     """Brings rows start + first .. start + first + ROWS of a weight [.., WORDS] to the L2, up to start + count."""
     row = tl.minimum(first + tl.arange(0, ROWS), count - 1).to(tl.int64)
-    at = weights.to(tl.int64) + (start + row) * (2 * WORDS)
+    prefetch(weights.to(tl.int64) + (start + row) * (2 * WORDS), 2 * WORDS, ROWS)
+
+
+@triton.jit
+def prefetch(address, BYTES: tl.constexpr, COUNT: tl.constexpr):
+    """Brings BYTES from each of COUNT addresses to the L2; all are multiples of 16."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r",
-        [at, tl.full([ROWS], 2 * WORDS, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        [address, tl.full([COUNT], BYTES, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
