@@ -35,7 +35,7 @@ def logits_kernel(
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    SHARE: tl.constexpr = tl.cdiv(tl.cdiv(H, BLOCK_H), SPLITS) * BLOCK_H
+    SHARE: tl.constexpr = ((H + BLOCK_H - 1) // BLOCK_H + SPLITS - 1) // SPLITS * BLOCK_H
     first = tl.program_id(2) * SHARE
     if PDL:
         if AHEAD:  # few rows: the gate comes to the L2 while the kernel before this one ends
