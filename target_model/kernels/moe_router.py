@@ -39,8 +39,8 @@ def logits_kernel(
     first = tl.program_id(2) * SHARE
     if PDL:
         if AHEAD:  # few rows: the gate comes to the L2 while the kernel before this one ends
-            at = gate + tl.minimum(e, E - 1) * H + tl.program_id(2) * SHARE
-            prefetch(at.to(tl.int64), SHARE * 4, BLOCK_E)
+            share_at = gate + tl.minimum(e, E - 1) * H + tl.program_id(2) * SHARE
+            prefetch(share_at.to(tl.int64), SHARE * 4, BLOCK_E)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
