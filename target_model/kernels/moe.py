@@ -186,7 +186,7 @@ def gemm_shape(pairs: int, experts: int, form: str = "none") -> Tile:
             return Tile(block_m, 128, 64, num_warps=4, num_stages=3)
         return Tile(block_m, 64, 128, num_warps=4, num_stages=3)
     if block_m == 16:
-        return Tile(8 if pairs <= experts // 8 else 16, 64, 256, num_warps=4, num_stages=4)
+        return Tile(16, 64, 256, num_warps=4, num_stages=4)
     if block_m < 128:
         return Tile(block_m, 128, 128, num_warps=4, num_stages=3)
     return Tile(128, 128, 128, num_warps=8, num_stages=3)
