@@ -13,8 +13,10 @@ from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import ResolvedDraft, resolve_draft
 from serve.budget import CostTable
 from serve.description import Description, describe, sampling_defaults
-from serve.engine import Engine
+from serve.engine import Engine, EngineStats
 from serve.measure import measure_costs
+from serve.request import SamplingParams
+from serve.runner import Clock
 from serve.tree import TreeConfig
 from serve.workers import TargetPlan, check_plan, lead_target
 from target_model.checkpoint import load_target
@@ -39,7 +41,9 @@ class EngineOptions:
     "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
     what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
     the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
-    device_step: None is the engine's default, but off where the other processes have to be told of every pass.
+    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. device_step: None is
+    the engine's default, but off where the other processes have to be told of every pass. warm_up: on a GPU, compile
+    and capture what a first request needs before anybody waits for it.
     dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
     others: see Engine.
     """
@@ -53,7 +57,7 @@ class EngineOptions:
     draft_weights: str | None = None
     pages: int | None = None
     context: int | None = None
-    prefill_tokens: int = 512
+    prefill_tokens: int | None = None
     max_running: int = 32
     adaptive: bool = False
     sampling: str = "coupled"
@@ -65,6 +69,7 @@ class EngineOptions:
     dummy: DummyWeights | None = None
     language_only: bool = True
     tensor_parallel: int = 1
+    warm_up: bool = False
 
 
 def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]:
@@ -92,7 +97,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         options.tree,
         pages=options.pages,
         context=options.context,
-        prefill_tokens=options.prefill_tokens,
+        prefill_tokens=options.prefill_tokens or (512 if torch.device(device).type == "cpu" else 4096),
         max_running=options.max_running,
         costs=_measure(model, draft, options.max_running, options.context) if options.adaptive else None,
         sampling=options.sampling,
@@ -102,6 +107,8 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         draft_attention=options.draft_attention,
         device_step=options.device_step if options.tensor_parallel == 1 else False,
     )
+    if options.warm_up and torch.device(device).type == "cuda":
+        _warm_up(engine)
     source = f"{resolved.name}: {resolved.path if options.dummy is None else options.dummy}"
     lines = describe(engine, source, options.draft, chosen, processor is not None)
     draft_path = None if chosen is None else str(chosen.path)
@@ -132,6 +139,17 @@ def _threads(target: ResolvedTarget, device: str, processes: int) -> int | None:
     if target.config.hidden_size <= SMALL_HIDDEN:
         return 1
     return None if processes == 1 else max(1, (os.cpu_count() or 1) // processes)
+
+
+def _warm_up(engine: Engine) -> None:
+    """Answers a few tokens, greedy and sampled, and forgets that it did. Where not even that fits, nothing."""
+    limits, page = engine.scheduler.limits, engine.scheduler.page_size
+    prompt, tokens = [0] * min(page - 1, limits.context // 2), min(8, limits.context // 2)
+    if not prompt or len(prompt) + tokens + limits.scratch > engine.scheduler.allocator.total * page:
+        return
+    for temperature in (0.0, 1.0):
+        engine.generate([prompt], SamplingParams(temperature, 0.95, 40, max_tokens=tokens, ignore_eos=True))
+    engine.totals, engine.runner.clock = EngineStats(), Clock()
 
 
 def _load(resolved: ResolvedTarget, options: EngineOptions, dtype: torch.dtype, device: str) -> TargetModel:

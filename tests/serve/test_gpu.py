@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from serve.engine import Engine
+from serve.load import EngineOptions, load_engine
 from serve.noise import gumbel
 from serve.request import Completion, SamplingParams
 from serve.tree import TreeConfig
@@ -85,3 +86,12 @@ def test_every_token_is_the_targets_choice(pair, tree, settings):
     other = sum(regret > 0 for regret in missed)
     assert len(far) <= len(missed) / 50, f"{len(far)} of {len(missed)} are no near ties: {far}"
     assert other <= len(missed) / (50 if exact else 10), f"{other} of {len(missed)} are not the choice"
+
+
+def test_a_warm_engine_has_answered_nobody():
+    """Kernels are compiled and steps captured, but nothing is counted and no page is held."""
+    engine, _, _ = load_engine(EngineOptions(device=DEVICE, warm_up=True))
+    stats = engine.stats()
+    assert (stats["emitted_tokens"], stats["steps"], stats["running"]) == (0, 0, 0)
+    assert stats["pages_free"] + stats["pages_cached"] == stats["pages_total"]
+    assert engine.generate([[5, 6, 7]], SamplingParams(temperature=0.0, max_tokens=5))[0].token_ids
