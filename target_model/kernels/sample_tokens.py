@@ -25,11 +25,11 @@ from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power
 from target_model.kernels.gumbel import noise_at, noise_tile
 from target_model.kernels.sample_tokens_filters import (
     NO_TOKEN,
-    find_threshold,
     first_best,
     look_above,
     look_above_in_row,
     mass_of_best,
+    passes,
 )
 from target_model.kernels.top_rows_groups import (
     GROUP,
@@ -37,12 +37,14 @@ from target_model.kernels.top_rows_groups import (
     columns_of_groups,
     group_maxima,
     keep_best_groups,
+    largest_key,
     ordered,
+    places,
     sum_of_exponentials,
     unordered,
 )
 
-CHUNK, WARPS = 4096, 8
+CHUNK, FIRST_WARPS, DECIDE_WARPS, LAST_WARPS = 4096, 8, 8, 8
 FEW, MANY = tl.constexpr(64), tl.constexpr(256)
 DONE, REJECTED = tl.constexpr(-2), tl.constexpr(-1)  # instead of a token that is to be checked
 
@@ -116,19 +118,29 @@ def best_of_all(row, maxima, groups, V, temperature, seed, choice, position, WID
 
 @triton.jit
 def choose_among(
-    row, maxima, slots, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH: tl.constexpr,
+    row, maxima, scratch, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """(token, key of the threshold, whether all entries from there on were at hand) of a row with a top-k up to K."""
-    others = keep_best_groups(maxima, slots, groups, WIDTH, K, K)
-    column = columns_of_groups(slots, K, K)
+    """(token, key of the k-th largest x, whether all that pass the filters were at hand) of a row with a top-k <= K."""
+    others = keep_best_groups(maxima, scratch, groups, WIDTH, K, K)
+    column = columns_of_groups(scratch, K, K)
     x = tl.div_rn(tl.load(row + column, mask=column < V, other=float("-inf")).to(tl.float32), temperature)
     key = tl.where(column < V, ordered(x), NOTHING)
-    low = find_threshold(key, k, p, smallest, K)
-    kept = (key >= low) & (column < V)
-    noisy = tl.where(kept, x + noise_at(seed, choice, position, column), float("-inf"))
-    best, token = first_best(noisy, tl.where(kept, column, NO_TOKEN))
-    return token, low, (others == NOTHING) | (low > ordered(tl.div_rn(unordered(others), temperature)))
+    low = largest_key(key, k, K)
+    reached = tl.sum((key >= low).to(tl.int32), 0)
+    place = places(key, low, K)
+    tl.debug_barrier()  # all have read which groups
+    tl.store(scratch + place, key, mask=place < K)
+    tl.store(scratch + K + place, column, mask=place < K)
+    tl.debug_barrier()  # other threads of this program read them
+    best, kept, low = passes(scratch, tl.minimum(reached, K), k, p, smallest, K, 32)
+    token = tl.load(scratch + K + tl.arange(0, K), mask=kept, other=NO_TOKEN, cache_modifier=".cg")
+    noisy = tl.where(kept, unordered(best) + noise_at(seed, choice, position, token), float("-inf"))
+    most, winner = first_best(noisy, token)
+    # Of the entries that equal the k-th some may be missing: in other groups, or for want of room.
+    missing = (reached > K) | ((others > NOTHING) & (low <= ordered(tl.div_rn(unordered(others), temperature))))
+    ties = tl.sum((kept & (best == low)).to(tl.int32), 0)
+    return winner, low, tl.where(missing, ties, 0) == 0
 
 
 @triton.jit
@@ -143,7 +155,7 @@ def decide_kernel(
     positions,  # int64 [N]
     maxima,  # int32 [N, G]
     tops,  # fp32 [N, S]
-    slots,  # int32 [N, MANY]
+    scratch,  # int32 [N, 2 * MANY]
     highest,  # fp32 [N], max of x of open rows
     bounds,  # int32 [N], only keys above it are left to an open row
     checked,  # int32 [N], the token that is to be checked, REJECTED, or DONE: the row is not open
@@ -161,7 +173,7 @@ def decide_kernel(
     n = tl.program_id(0).to(tl.int64)
     temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
     seed, choice, position = load_keys(n, seeds, choices, positions)
-    row, own, kept = logits + n * V, maxima + n * groups, slots + n * MANY
+    row, own, room = logits + n * V, maxima + n * groups, scratch + n * 2 * MANY
     state = tl.full([], DONE, tl.int32)
     bound = tl.full([], NOTHING, tl.int32)
     if (temperature == 0.0) | whole:
@@ -178,11 +190,11 @@ def decide_kernel(
     else:
         if k <= FEW:
             token, low, complete = choose_among(
-                row, own, kept, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, FEW
+                row, own, room, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, FEW
             )  # fmt: skip
         else:
             token, low, complete = choose_among(
-                row, own, kept, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, MANY
+                row, own, room, groups, V, temperature, k, p, smallest, seed, choice, position, WIDTH, MANY
             )  # fmt: skip
         if not complete:
             state, bound = tl.full([], REJECTED, tl.int32), low - 1
@@ -319,17 +331,20 @@ def sample_tokens(
     )
     highest, bounds, checked = floats(rows), integers(rows), integers(rows)
     found, masses = integers(3, rows, splits), floats(rows, splits)
-    options = {"PDL": PDL, **launch_options(WARPS, 1)}
-    first_kernel[(rows, splits)](logits_NV, *filters, *keys, maxima, tops, sums, vocab, CHUNK=chunk, **options)
+    first_kernel[(rows, splits)](
+        logits_NV, *filters, *keys, maxima, tops, sums, vocab, CHUNK=chunk, PDL=PDL, **launch_options(FIRST_WARPS, 1)
+    )
     decide_kernel[(rows,)](
-        logits_NV, *filters, *keys, maxima, tops, integers(rows, MANY.value), highest, bounds, checked, tokens_N,
-        vocab, groups, splits, SPLITS=padded, WIDTH=max(MANY.value, power_of_two(groups)), **options,
+        logits_NV, *filters, *keys, maxima, tops, integers(rows, 2 * MANY.value), highest, bounds, checked, tokens_N,
+        vocab, groups, splits, SPLITS=padded, WIDTH=max(MANY.value, power_of_two(groups)), PDL=PDL,
+        **launch_options(DECIDE_WARPS, 1),
     )  # fmt: skip
     check_kernel[(rows, splits)](
-        logits_NV, temperature_N, *keys, highest, bounds, checked, found, masses, vocab, CHUNK=chunk, **options
-    )
+        logits_NV, temperature_N, *keys, highest, bounds, checked, found, masses, vocab, CHUNK=chunk, PDL=PDL,
+        **launch_options(FIRST_WARPS, 1),
+    )  # fmt: skip
     last_kernel[(rows,)](
         logits_NV, *filters, *keys, tops, sums, highest, checked, found, masses, tokens_N, vocab, splits,
-        SPLITS=padded, CHUNK=chunk, **options,
+        SPLITS=padded, CHUNK=chunk, PDL=PDL, **launch_options(LAST_WARPS, 1),
     )  # fmt: skip
     return tokens_N

@@ -1,4 +1,4 @@
-"""Where top-k, top-p and min-p cut: among the candidates of a row, and by passes over a whole row of scaled logits.
+"""What top-k, top-p and min-p leave: of the best entries of a row, and by passes over a whole row of scaled logits.
 Keys are the floats' bits in their order (top_rows_groups.py).
 """
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from target_model.kernels.gumbel import noise_tile
-from target_model.kernels.top_rows_groups import NOTHING, largest_key, ordered, unordered
+from target_model.kernels.top_rows_groups import NOTHING, ordered, unordered
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 
@@ -20,25 +20,29 @@ def first_best(value, tokens):
 
 
 @triton.jit
-def find_threshold(key, k, p, smallest, PARTS: tl.constexpr):
-    """The key of the threshold of all three filters, of keys with at least the k largest of the row; k <= PARTS."""
-    highest = tl.max(key, 0)
-    top = unordered(highest)
-    low = largest_key(key, k, PARTS)
+def passes(keys, count, k, p, smallest, K: tl.constexpr, BLOCK: tl.constexpr):
+    """(keys, whether each passes all filters, the k-th largest) of the `count` keys in memory, which are all those of a
+    row above its k-th largest and some that equal it; NOTHING behind them, K in all.
+    """
+    i = tl.arange(0, K)
+    key = tl.load(keys + i, mask=i < count, other=NOTHING, cache_modifier=".cg")
+    low = tl.min(tl.where(i < count, key, 0x7FFFFFFF), 0)
+    top = unordered(tl.max(key, 0))
+    kept = i < count
     if p < 1.0:
-        weight = tl.where(key > NOTHING, tl.exp(unordered(key) - top), 0.0)
-        border = (k - tl.sum((key > low).to(tl.int32), 0)).to(tl.float32) * tl.exp(unordered(low) - top)
-        share = (tl.sum(tl.where(key > low, weight, 0.0), 0) + border) * p
-        high = highest + 1
-        while high > low + 1:
-            middle = (low & high) + ((low ^ high) >> 1)
-            if tl.sum(tl.where(key >= middle, weight, 0.0), 0) >= share:
-                low = middle
-            else:
-                high = middle
+        before = tl.zeros([K], tl.float32)  # mass of the larger ones
+        for first in range(0, K, BLOCK):
+            j = first + tl.arange(0, BLOCK)
+            other = tl.load(keys + j, mask=j < count, other=NOTHING, cache_modifier=".cg")
+            weight = tl.where(j < count, tl.exp(unordered(other) - top), 0.0)
+            before += tl.sum(tl.where(other[None, :] > key[:, None], weight[None, :], 0.0), 1)
+        above = key > low
+        mass = tl.sum(tl.where(above, tl.exp(unordered(key) - top), 0.0), 0)
+        mass += (k - tl.sum(above.to(tl.int32), 0)).to(tl.float32) * tl.exp(unordered(low) - top)
+        kept = kept & (before < mass * p)
     if smallest > 0.0:
-        low = tl.maximum(low, ordered(top + tl.log(smallest)))
-    return low
+        kept = kept & (key >= ordered(top + tl.log(smallest)))
+    return key, kept, low
 
 
 @triton.jit

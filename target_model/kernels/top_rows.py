@@ -25,8 +25,8 @@ from target_model.kernels.top_rows_groups import (
     unordered,
 )
 
-CHUNK, MOST = 8192, 64
-MAXIMA_WARPS, BEST_WARPS = 8, 8
+CHUNK, MOST = 4096, 64
+MAXIMA_WARPS, BEST_WARPS = 4, 8
 
 
 @triton.jit
