@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from draft_model.quantised import FORMATS, draft_format, quantise_draft, stored_as
+from draft_model.quantised import FORMATS, QuantisedLinear, draft_format, quantise_draft, stored_as
 from serve.load import EngineOptions, load_engine
 from serve.request import SamplingParams
 from target_model.errors import UserError
@@ -39,6 +39,24 @@ def test_it_computes_with_the_rounded_weights(name):
     for expected, found in zip(*outputs, strict=True):
         torch.testing.assert_close(found, expected)
     assert outputs[1][-1].shape == (5, 1, plain.config.vocab_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_on_the_gpu_it_computes_the_same(name, rows):
+    """Widths of m3-tiny's draft, which are no multiples of the kernels' tiles; twice the error of bf16 arithmetic."""
+    form = draft_format(name)
+    for columns, outputs in ((576, 192), (384, 768), (256, 192), (192, 4096)):
+        plain = torch.nn.Linear(columns, outputs, bias=False, device="cuda", dtype=torch.bfloat16)
+        quantised = QuantisedLinear(plain, form)
+        weight = quantised.weight.dequantised(slice(None), torch.float64)
+        x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ weight.T
+        allowed = (torch.nn.functional.linear(x, weight.bfloat16()).double() - exact).square().mean().sqrt()
+        with torch.no_grad():
+            error = (quantised(x).double() - exact).square().mean().sqrt()
+        assert error <= 2 * allowed, (columns, outputs)
 
 
 def test_what_cannot_be_quantised_is_named():

@@ -144,8 +144,8 @@ def test_what_was_measured_before_an_interrupt_is_kept():
         decode._measured(Interrupted(0), console)
 
 
-def command(*options: str) -> tuple[str, dict]:
-    outcome = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", *options], catch_exceptions=False)
+def command(*options: str, device: str = "cpu") -> tuple[str, dict]:
+    outcome = CliRunner().invoke(app, ["bench", "decode", "--device", device, *options], catch_exceptions=False)
     assert outcome.exit_code == 0
     return outcome.output, json.loads(outcome.output.splitlines()[-1])
 
@@ -185,3 +185,14 @@ def test_the_command_with_real_weights(monkeypatch: pytest.MonkeyPatch):
     assert 1.5 < chain["length"] < 3  # the bundled draft is one of the target's
     outcome = CliRunner().invoke(app, ["bench", "decode", "--device", "cpu", "--chain", "1", "--context", "4096"])
     assert "exceed the target's 4096 positions: lower --context or --steps" in str(outcome.exception)
+
+
+@pytest.mark.gpu
+def test_the_command_on_a_gpu():
+    options = ("--dummy-weights", "mxfp4", "--layers", "7", "--context", "100", "--steps", "8", "--chain", "2")
+    text, result = command(*options, "--tree", "none", "--draft-weights", "mxfp4", device="cuda")
+    assert result["bandwidth"] > 1e11 and result["machine"] in text
+    for row in result["rows"]:
+        assert 0 < row["kernels"] < 10 * row["wall"] and row["overhead"] == pytest.approx(
+            row["wall"] / row["kernels"] - 1, rel=0.02
+        )
