@@ -27,12 +27,13 @@ def test_a_top_k_that_lies_in_one_chunk(top_p):
     assert out == want and any(token in range(128, 192) for token in want)
 
 
-def test_ties_at_the_border_of_the_top_k_count_up_to_k_in_the_mass():
-    """Three entries of weight 1 and ten of 1/2: top-k 5 leaves a mass of 4, of which 0.9 needs one of the ten."""
+@pytest.mark.parametrize("ties", [10, 100])
+def test_ties_at_the_border_of_the_top_k_count_up_to_k_in_the_mass(ties):
+    """Three entries of weight 1 and ten or more of 1/2: top-k 5 leaves a mass of 4, of which 0.9 needs one of them."""
     logits = torch.full((300,), -20.0)
-    logits[:3], logits[100:110] = 0.0, -0.6931472
+    logits[:3], logits[100 : 100 + ties] = 0.0, -0.6931472
     out, want = both(logits, 5, 0.9)
-    assert out == want and any(token >= 100 for token in want)
+    assert out == want and any(token >= 100 + ties // 2 for token in want)
     out, want = both(logits, 5, 0.7)
     assert out == want and all(token < 3 for token in want)
 
