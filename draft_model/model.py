@@ -117,9 +117,13 @@ class Eagle3Draft(nn.Module):
         """What the next draft step takes in place of g."""
         return self.norm(state_TH) if self.config.norm_output else state_TH
 
+    def scores(self, state_TH: Tensor) -> Tensor:
+        """Logits over the draft's vocabulary, [T, V], in the dtype of the weights."""
+        return self.lm_head(self.norm(state_TH))
+
     def logits(self, state_TH: Tensor) -> Tensor:
-        """fp32 logits over the draft's vocabulary, [T, V]."""
-        return self.lm_head(self.norm(state_TH)).float()
+        """The same in fp32."""
+        return self.scores(state_TH).float()
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary for ids of the draft's."""

@@ -218,7 +218,7 @@ class DeviceStep:
 
     def _choose(self, state_TH: Tensor, rows: RowSettings, depth_RN: Tensor, size: Size) -> Tensor:
         """The target's token behind every node, int64 [R, N]."""
-        logits_TV = self.target.logits(state_TH)
+        logits_TV = self.target.scores(state_TH)
         if size.noise is Noise.NONE:
             return logits_TV.argmax(-1).view_as(depth_RN)
 

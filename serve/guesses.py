@@ -142,7 +142,7 @@ class DeviceGuesses:
         self.draft, self.target_ids, self.rows, self.noise = draft, target_ids, rows, noise
 
     def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        logits_RWV = self.draft.logits(state_RWH)
+        logits_RWV = self.draft.scores(state_RWH)
         nodes, width = logits_RWV.shape[:2], min(width, logits_RWV.shape[-1])
 
         def best(values_RWV: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -159,7 +159,7 @@ class DeviceGuesses:
         ids_RWC = ids_RWK.gather(-1, place_RWC)
         if self.noise is Noise.ALL:
             every_RWV = torch.arange(logits_RWV.shape[-1], device=logits_RWV.device).expand_as(logits_RWV)
-            whole = best(self._scaled(logits_RWV) + self._noise(level, every_RWV), width)
+            whole = best(self._scaled(logits_RWV.float()) + self._noise(level, every_RWV), width)
             open_R11 = ~greedy_R11 & ((self.rows.top_k == 0) | (self.rows.top_k > CANDIDATES))[:, None, None]
             values_RWC, ids_RWC, total_RW1 = (
                 torch.where(open_R11, *pair) for pair in zip(whole, (values_RWC, ids_RWC, total_RW1), strict=True)

@@ -149,11 +149,11 @@ class LeaderTarget(ShardedTarget):
                 dist.broadcast(batch.image_features.contiguous(), 0)
             return super().forward(batch, cache, taps, recorder)
 
-    def logits(self, final_state: Tensor) -> Tensor:
+    def scores(self, final_state: Tensor) -> Tensor:
         with self.followers.guard():
             self.followers.tell(Logits(tuple(final_state.shape)))
             dist.broadcast(final_state.contiguous(), 0)
-            return super().logits(final_state)
+            return super().scores(final_state)
 
 
 def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
@@ -176,7 +176,7 @@ def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
                     recorder = None if choice_of is None else Recorder(choice_of=choice_of)
                     target(batches[cache], caches[cache], recorder=recorder)
                 case Logits(shape):
-                    target.logits(broadcast(shape, target.dtype))
+                    target.scores(broadcast(shape, target.dtype))
                 case Commit(cache, shape):
                     caches[cache].commit(batches[cache], broadcast(shape, torch.int64))
                 case MakeCache(number, pages, types):

@@ -217,9 +217,13 @@ class TargetModel(nn.Module):
         return embedded_TH.index_copy(0, batch.image_rows, batch.image_features.to(embedded_TH.dtype))
 
     @torch.no_grad()
+    def scores(self, final_state: Tensor) -> Tensor:
+        """Scores over the vocabulary, [.., H] -> [.., V], of states behind the final norm, in their dtype."""
+        return self.lm_head(final_state)
+
     def logits(self, final_state: Tensor) -> Tensor:
-        """Scores over the vocabulary in fp32, [.., H] -> [.., V], of states behind the final norm."""
-        return self.lm_head(final_state).float()
+        """The same in fp32."""
+        return self.scores(final_state).float()
 
     @torch.no_grad()
     def capture(

@@ -239,10 +239,10 @@ class ShardedTarget(TargetModel):
         return output
 
     @torch.no_grad()
-    def logits(self, final_state: Tensor) -> Tensor:
+    def scores(self, final_state: Tensor) -> Tensor:
         own = self.lm_head(final_state)
         if self.shard.size == 1:
-            return own.float()
+            return own
         gathered = own.new_empty(self.shard.size, *own.shape)
         dist.all_gather(list(gathered), own.contiguous(), group=self.group)
-        return gathered.movedim(0, -2).flatten(-2).float()
+        return gathered.movedim(0, -2).flatten(-2)
