@@ -287,6 +287,20 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return _implementation("top_rows", x_NV).top_rows(x_NV, k)
 
 
+def noisy_top_rows(
+    x_NV: Tensor,
+    k: int,
+    scale_N: Tensor,
+    seed_N: Tensor,
+    choice_N: Tensor,
+    position_N: Tensor,
+    tokens_V: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`top_rows` of x * scale + the Gumbel noise of the columns' tokens, by default their numbers."""
+    kernel = _implementation("top_rows", x_NV).noisy_top_rows
+    return kernel(x_NV, k, scale_N, seed_N, choice_N, position_N, tokens_V)
+
+
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:
     """Moves the cache rows of accepted nodes behind the root, in every layer."""
     _implementation("commit_rows", k_LPBKD).commit_rows(k_LPBKD, v_LPBKD, index_SPBD, path_RM, batch)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from target_model.kernels.gumbel_ref import gumbel_at, gumbel_rows
+
 
 def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best k entries of every row: values fp32 [N, k], the largest first, and their columns int64 [N, k], of equal
@@ -18,3 +20,20 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         for n in (values_NK[:, k - 1] == values_NK[:, k]).nonzero()[:, 0].tolist():
             ids_NK[n] = x_NV[n].sort(descending=True, stable=True).indices[:k]
     return values_NK[:, :k].contiguous(), ids_NK, torch.logsumexp(x_NV, dim=-1)
+
+
+def noisy_top_rows(
+    x_NV: Tensor,
+    k: int,
+    scale_N: Tensor,
+    seed_N: Tensor,
+    choice_N: Tensor,
+    position_N: Tensor,
+    tokens_V: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`top_rows` of x * scale + the Gumbel noise (see `gumbel_at`) of the columns' tokens, by default their numbers."""
+    if tokens_V is None:
+        noise_NV = gumbel_rows(seed_N, choice_N, position_N, x_NV.shape[1])
+    else:
+        noise_NV = gumbel_at(seed_N, choice_N, position_N, tokens_V.expand(x_NV.shape))
+    return top_rows(x_NV.float() * scale_N[:, None] + noise_NV, k)

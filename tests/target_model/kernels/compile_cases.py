@@ -140,6 +140,9 @@ def noise() -> None:
 def best_entries() -> None:
     for k, dtype in ((4, BF16), (64, torch.float32)):
         top_rows.top_rows(empty(2, 200_064, dtype=dtype), k)
+    ids, tokens = torch.ones(2, dtype=torch.int64), torch.ones(32_000, dtype=torch.int64)
+    top_rows.noisy_top_rows(empty(2, 200_064), 4, torch.ones(2), ids, ids, ids)
+    top_rows.noisy_top_rows(empty(2, 32_000), 4, torch.ones(2), ids, ids, ids, tokens)
 
 
 def training_loss() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from target_model.kernels import top_rows, top_rows_ref
+from target_model.kernels.gumbel_ref import gumbel_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -42,6 +43,23 @@ def test_a_row_without_any_entry_has_no_mass():
     for module in (top_rows_ref, top_rows):
         values, ids, lse = module.top_rows(x, 3)
         assert values.isneginf().all() and ids.tolist() == [[0, 1, 2]] * 2 and lse.isneginf().all()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noisy_entries(mapped, dtype):
+    count, vocab = 5, 5003
+    x = rows("plain", count, vocab).to(dtype).to(DEVICE)
+    scale = torch.linspace(0.5, 2, count, device=DEVICE)
+    keys = [torch.tensor(each, device=DEVICE) for each in ([1, -5, 2**40, 7, 7], [0, 1, 2, 0, 0], [3, 9, 70, 5, 6])]
+    tokens = torch.arange(vocab, device=DEVICE) * 3 + 1 if mapped else None
+    noise = gumbel_rows(*keys, 3 * vocab)[:, tokens if mapped else slice(0, vocab)]
+    want = definition(x.float() * scale[:, None] + noise, 7)
+    for module in (top_rows_ref, top_rows):
+        values, ids, lse = module.noisy_top_rows(x, 7, scale, *keys, tokens)
+        assert torch.equal(ids, want[1]), module.__name__
+        torch.testing.assert_close(values, want[0])
+        torch.testing.assert_close(lse, want[2])
 
 
 def test_more_than_it_can_keep_is_an_error():
