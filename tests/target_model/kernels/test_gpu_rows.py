@@ -94,6 +94,17 @@ def test_best_entries(kind, dtype):
             torch.testing.assert_close(lse, want[2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_best_entries_with_noise(mapped):
+    x, scale = 4 * randn(ROWS, VOCAB, dtype=BF16), torch.linspace(0.5, 2, ROWS, device=DEVICE)
+    tokens = torch.arange(VOCAB, device=DEVICE) + 7 if mapped else None
+    values, ids, lse = top_rows.noisy_top_rows(x, 8, scale, *keys(ROWS), tokens)
+    want = top_rows_ref.noisy_top_rows(x, 8, scale, *keys(ROWS), tokens)
+    torch.testing.assert_close(values, want[0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(lse, want[2], rtol=1e-5, atol=1e-5)
+    assert (ids == want[1]).float().mean() > 0.99, "near ties may change places"
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0, 12.0])
 def test_sampled_tokens(scale):
     """Equal, but where two entries' noisy values, or a filter's border, lie within rounding."""
