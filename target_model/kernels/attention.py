@@ -1,31 +1,31 @@
-"""Attention over a paged cache: one kernel for dense layers, chosen blocks and unions of chosen blocks; causal rows and
-trees.
+"""Attention over a paged cache by tiles of rows: dense layers, unions of chosen blocks; causal rows and trees.
 
     out[t, q] = sum_s softmax_s(scale * q[t, q] . k[s, q // G]) v[s, q // G]   over the keys s that row t sees (and,
     sparse, has chosen)
 
 T rows, R sequences, Q = K * G query heads, K kv heads, G group size (1..16, a power of two), D head dim (32, 64, 128),
-P pages, B slots in a page (16..128, a power of two), N chosen blocks. A program covers BLOCK_T rows x G heads of one kv
-head as the M rows of its dots, and one split of the keys; with several splits `combine_kernel` joins the fp32 partials.
-Where keys come from (MODE):
-    "dense"   pages 0, 1, 2, ... of the sequence
-    "chosen"  the row's own list [T, K, N] (BLOCK_T = 1)
-    "union"   a list for each tile of BLOCK_T rows, with one bit a row (chosen_lists.py)
+P pages, B slots in a page (16..128, a power of two). A program covers BLOCK_T rows x G heads of one kv head as the M
+rows of its dots, and one split of the keys; with several splits `combine_kernel` joins the fp32 partials.
+Where keys come from:
+    dense        pages 0, 1, 2, ... of the sequence
+    with UNION   a list for each tile of BLOCK_T rows, with one bit a row (chosen_lists.py)
 Trees: keys in slots below committed[r] as above, then one tile of 64 scratch slots, each visible by its bit in
-ancestors[t]; with SCRATCH_CHOSEN (sparse) only if the row chose block position // B of that scratch row. Unwritten
-slots may hold NaN: values are loaded under a mask. Not supported: group sizes that are no power of two, head dims
-beyond 128, more than 64 scratch slots.
+ancestors[t]; with SCRATCH_CHOSEN only if the row chose that key's block. Unwritten slots may hold NaN: values are
+loaded under a mask. Not supported: group sizes that are no power of two, head dims beyond 128, more than 64 scratch
+slots.
 """
 
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import softmax_step, to_dot, widen
+from target_model.kernels.common import begin, softmax_step, to_dot, widen
 
 
 @triton.jit
-def page_tile(k_pool, v_pool, q, page, first, limit, head, MASKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-              PAGE: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+def page_tile(
+    k_pool, v_pool, q, page, first, limit, head, MASKED: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Scores [M, BLOCK_N] and values [BLOCK_N, D] of slots first.. of a page; MASKED: values at or behind `limit` (in
     the page) read as 0."""
     n = first + tl.arange(0, BLOCK_N)
@@ -42,25 +42,29 @@ def page_tile(k_pool, v_pool, q, page, first, limit, head, MASKED: tl.constexpr,
 
 
 @triton.jit
-def scratch_tile(k_pool, v_pool, q, bits, choice, position, block_table, committed, row, row_ok, start, count, head,
-J: tl.constexpr,
-                 N: tl.constexpr, SPARSE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-                 UPCAST: tl.constexpr):  # fmt: skip
+def scratch_tile(
+    k_pool, v_pool, q, bits, choice, position, table, committed, row, row_ok, start, count, head, N: tl.constexpr,
+    CHOSEN: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Scores [M, 64] (-inf where invisible) and values [64, D] of the scratch slots of one sequence for rows `row` [M]
-    of the batch."""
+    of the batch. With CHOSEN only keys whose block, position // B of their row, is among the N of `choice`."""
     s = tl.arange(0, 64)
     d = tl.arange(0, D)
     seen = ((bits[:, None] >> s[None, :].to(tl.int64)) & 1) != 0
-    if SPARSE:
+    if CHOSEN:
+        # The scratch keys lie in few blocks, from that of the first on.
+        n = tl.arange(0, triton.next_power_of_2(N))
+        mine = tl.load(choice + ((row * HEADS + head) * N)[:, None] + n[None, :],
+                       mask=row_ok[:, None] & (n < N)[None, :], other=-1)  # fmt: skip
         block = tl.load(position + start + s, mask=s < count, other=-1).to(tl.int32) // PAGE
         chosen = tl.zeros_like(seen)
-        for i in tl.static_range(N):
-            mine = tl.load(choice + (row * J + head) * N + i, mask=row_ok, other=-1)
-            chosen = chosen | (mine[:, None] == block[None, :])
+        for i in tl.static_range(63 // PAGE + 2):
+            has = tl.max((mine == committed // PAGE + i).to(tl.int32), 1) > 0
+            chosen = chosen | (has[:, None] & (block == committed // PAGE + i)[None, :])
         seen = seen & chosen & (s < count)[None, :]
     used = tl.max(seen.to(tl.int32), 0) > 0
     slot = committed + s
-    page = tl.load(block_table + slot // PAGE, mask=used, other=0).to(tl.int64)
+    page = tl.load(table + slot // PAGE, mask=used, other=0).to(tl.int64)
     at = ((page * PAGE + slot % PAGE) * HEADS + head)[:, None] * D + d[None, :]
     k = to_dot(tl.load(k_pool + at, mask=used[:, None], other=0.0), q, UPCAST)
     v = to_dot(tl.load(v_pool + at, mask=used[:, None], other=0.0), q, UPCAST)
@@ -69,22 +73,75 @@ J: tl.constexpr,
 
 
 @triton.jit
+def store_result(out, lse, at, row_max, row_sum, acc, row_ok, D: tl.constexpr):
+    """Ends an online softmax: normalised values and log2 of the sum of exponentials, rows `at` [M]."""
+    some = row_sum > 0
+    total = tl.where(some, row_sum, 1.0)
+    tl.store(lse + at, tl.where(some, row_max + tl.log2(total), float("-inf")), mask=row_ok)
+    to = out + at[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, (acc / total[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+
+
+@triton.jit
+def union_steps(union, count, list_at, lowest, PAGE: tl.constexpr, STEPS: tl.constexpr):
+    """Key tiles of a union, and how many of them from the front are visible to all rows: the last one or two blocks
+    may not be."""
+    full = count * STEPS
+    if count > 0:
+        last = tl.load(union + list_at + count - 1)
+        before = tl.load(union + list_at + tl.maximum(count - 2, 0))
+        cut = ((last + 1) * PAGE > lowest).to(tl.int32)
+        cut += (((before + 1) * PAGE > lowest) & (before < last)).to(tl.int32)
+        full -= cut * STEPS
+    return count * STEPS, full
+
+
+@triton.jit
+def attend(
+    low, high, q_tile, k_pool, v_pool, table, union, union_rows, list_at, limit, highest, first_slot, head, row_ok,
+    scale, row_max, row_sum, acc, MASKED: tl.constexpr, UNION: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over key tiles low..high-1; MASKED: of which rows may see only a part, below `limit` [M]."""
+    STEPS: tl.constexpr = PAGE // BLOCK_N
+    m = tl.arange(0, BLOCK_M)
+    for i in range(low, high):
+        block = i // STEPS
+        row_on = row_ok
+        if UNION:
+            members = tl.load(union_rows + list_at + i // STEPS)
+            block = tl.load(union + list_at + i // STEPS)
+            row_on = row_ok & (((members >> (m // GROUP)) & 1) != 0)
+        page = tl.load(table + block)
+        first = (i % STEPS) * BLOCK_N
+        scores, v = page_tile(k_pool, v_pool, q_tile, page, first, highest - block * PAGE, head, MASKED, HEADS, D,
+                              PAGE, BLOCK_N, UPCAST)  # fmt: skip
+        if MASKED:
+            key = block * PAGE + first + tl.arange(0, BLOCK_N)
+            seen = key[None, :] < limit[:, None]
+            if FIRST:
+                seen = seen & (key >= first_slot)[None, :]
+            scores = tl.where(seen, scores, float("-inf"))
+        row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_on, scale, UPCAST)
+    return row_max, row_sum, acc
+
+
+@triton.jit
 def attention_kernel(
     q,  # [T, Q, D], row stride q_stride, heads adjacent
     k_pool,  # [P, B, K, D]
     v_pool,  # [P, B, K, D]
-    out,  # [T, Q, D]
-    partial,  # fp32 [SPLITS, T, Q, D], used with SPLITS > 1
+    out,  # [T, Q, D], or with SPLITS > 1 fp32 [SPLITS, T, Q, D]
     lse,  # fp32 [SPLITS, T, Q]: log2 of the sum of exponentials
     row_start,  # int32 [R + 1]
-    committed,  # int32 [R]
-    slots,  # int64 [T]
-    position,  # int64 [T]
+    committed,  # int32 [R], read with TREE
+    slots,  # int64 [T], read without TREE
+    position,  # int64 [T], read with SCRATCH_CHOSEN
     block_table,  # int32 [R, table_width]
     ancestors,  # int64 [T], read with TREE
-    choice,  # int32 [T, K, N], read in the sparse modes
+    choice,  # int32 [T, K, N], read with SCRATCH_CHOSEN
     union,  # int32 [tiles, K, list_width] block ids, ascending; tile i of sequence r is row_start[r] // BLOCK_T + r + i
-    union_pages,  # int32, same shape: their pages
     union_rows,  # int32, same shape: bit i set = row i of the tile chose the block
     union_count,  # int32 [tiles, K]
     part_stride,  # T * Q
@@ -93,77 +150,56 @@ def attention_kernel(
     list_width,
     first_slot,
     scale,  # softmax scale * log2(e)
-    MODE: tl.constexpr,
+    UNION: tl.constexpr,
     TREE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
-    N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     FIRST: tl.constexpr,
     SCRATCH_CHOSEN: tl.constexpr,
+    N: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     split = tl.program_id(0) % SPLITS
     head = (tl.program_id(0) // SPLITS) % HEADS
     tile = tl.program_id(0) // (SPLITS * HEADS)
-    if MODE == "dense" and not TREE:
+    if not UNION and not TREE:
         tile = tl.num_programs(0) // (SPLITS * HEADS) - 1 - tile  # the longest first: no long one runs on alone
     r = tl.program_id(1)
     start = tl.load(row_start + r)
     count = tl.load(row_start + r + 1) - start
     if tile * BLOCK_T >= count:
         return
-    known = tl.load(committed + r)
     table = block_table + r.to(tl.int64) * table_width
-
     m = tl.arange(0, BLOCK_M)
     local = tile * BLOCK_T + m // GROUP
     row_ok = (m < BLOCK_T * GROUP) & (local < count)
     row = (start + local).to(tl.int64)
     q_head = head * GROUP + m % GROUP
-    d = tl.arange(0, D)
-    q_tile = tl.load(q + row[:, None] * q_stride + q_head[:, None] * D + d[None, :], mask=row_ok[:, None], other=0.0)
-    q_tile = widen(q_tile, UPCAST)
-
+    q_at = row[:, None] * q_stride + q_head[:, None] * D + tl.arange(0, D)[None, :]
+    q_tile = widen(tl.load(q + q_at, mask=row_ok[:, None], other=0.0), UPCAST)
     if TREE:
-        limit = tl.where(row_ok, known, 0)
-        highest = known
-        lowest = known
+        highest = tl.load(committed + r)
+        limit = tl.where(row_ok, highest, 0)
     else:
         limit = tl.load(slots + row, mask=row_ok, other=-1).to(tl.int32) + 1
         highest = tl.max(limit, 0)
-        lowest = tl.min(tl.where(row_ok, limit, highest), 0)
+    lowest = tl.min(tl.where(row_ok, limit, highest), 0)
 
-    STEPS: tl.constexpr = PAGE // BLOCK_N
-    list_at = ((start // BLOCK_T + r + tile) * HEADS + head).to(tl.int64) * list_width
-    if MODE == "dense":
+    at_tile = (start // BLOCK_T + r + tile) * HEADS + head
+    list_at = at_tile.to(tl.int64) * list_width
+    if UNION:
+        total, full = union_steps(union, tl.load(union_count + at_tile), list_at, lowest, PAGE, PAGE // BLOCK_N)
+    else:
         total = tl.cdiv(highest, BLOCK_N)
         full = lowest // BLOCK_N
-    elif MODE == "chosen":
-        list_at = ((start + tile).to(tl.int64) * HEADS + head) * N
-        n = tl.arange(0, triton.next_power_of_2(N))
-        ids = tl.load(choice + list_at + n, mask=n < N, other=-1)
-        total = tl.sum(((ids >= 0) & (ids * PAGE < highest)).to(tl.int32), 0) * STEPS
-        full = 0  # memory-bound: one masked loop
-    else:
-        total = tl.load(union_count + (start // BLOCK_T + r + tile) * HEADS + head) * STEPS
-        full = total
-        if total > 0:
-            last = tl.load(union + list_at + total // STEPS - 1)
-            before = tl.load(union + list_at + tl.maximum(total // STEPS - 2, 0))
-            cut = ((last + 1) * PAGE > lowest).to(tl.int32) + (((before + 1) * PAGE > lowest) & (before < last)).to(
-                tl.int32
-            )
-            full = total - cut * STEPS
     if FIRST:
         full = 0
     share = tl.cdiv(total, SPLITS)
@@ -174,59 +210,22 @@ def attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
-
-    for i in range(low, middle):
-        block = i // STEPS
-        row_on = row_ok
-        if MODE == "union":
-            members = tl.load(union_rows + list_at + i // STEPS)
-            block = tl.load(union + list_at + i // STEPS)
-            row_on = row_ok & (((members >> (m // GROUP)) & 1) != 0)
-        page = tl.load(table + block)
-        scores, v = page_tile(
-            k_pool, v_pool, q_tile, page, (i % STEPS) * BLOCK_N, PAGE, head, False, HEADS, D, PAGE, BLOCK_N, UPCAST
-        )
-        row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_on, scale, UPCAST)
-
-    for i in range(middle, high):
-        block = i // STEPS
-        row_on = row_ok
-        if MODE == "union":
-            members = tl.load(union_rows + list_at + i // STEPS)
-            block = tl.load(union + list_at + i // STEPS)
-            row_on = row_ok & (((members >> (m // GROUP)) & 1) != 0)
-        elif MODE == "chosen":
-            block = tl.load(choice + list_at + i // STEPS)
-        page = tl.load(table + block)
-        first = (i % STEPS) * BLOCK_N
-        scores, v = page_tile(
-            k_pool, v_pool, q_tile, page, first, highest - block * PAGE, head, True, HEADS, D, PAGE, BLOCK_N, UPCAST
-        )
-        key = block * PAGE + first + tl.arange(0, BLOCK_N)
-        seen = key[None, :] < limit[:, None]
-        if FIRST:
-            seen = seen & (key >= first_slot)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_on, scale, UPCAST)
-
+    row_max, row_sum, acc = attend(
+        low, middle, q_tile, k_pool, v_pool, table, union, union_rows, list_at, limit, highest, first_slot, head,
+        row_ok, scale, row_max, row_sum, acc, False, UNION, FIRST, HEADS, GROUP, D, PAGE, BLOCK_M, BLOCK_N, UPCAST,
+    )  # fmt: skip
+    row_max, row_sum, acc = attend(
+        middle, high, q_tile, k_pool, v_pool, table, union, union_rows, list_at, limit, highest, first_slot, head,
+        row_ok, scale, row_max, row_sum, acc, True, UNION, FIRST, HEADS, GROUP, D, PAGE, BLOCK_M, BLOCK_N, UPCAST,
+    )  # fmt: skip
     if TREE:
         if split == SPLITS - 1:
             bits = tl.load(ancestors + row, mask=row_ok, other=0)
-            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start,
-            count, head, HEADS, N,
-                                     SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
+            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, highest, row, row_ok, start,
+                                     count, head, N, SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
             row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
-
-    at = row * (HEADS * GROUP) + q_head
-    result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    log_sum = tl.where(row_sum > 0, row_max + tl.log2(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
-    if SPLITS > 1:
-        part = split.to(tl.int64) * part_stride + at
-        tl.store(lse + part, log_sum, mask=row_ok)
-        tl.store(partial + part[:, None] * D + d[None, :], result.to(partial.dtype.element_ty), mask=row_ok[:, None])
-    else:
-        tl.store(lse + at, log_sum, mask=row_ok)
-        tl.store(out + at[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=row_ok[:, None])
+    at = split.to(tl.int64) * part_stride + row * (HEADS * GROUP) + q_head
+    store_result(out, lse, at, row_max, row_sum, acc, row_ok, D)
 
 
 @triton.jit
@@ -242,9 +241,7 @@ def combine_kernel(
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     r = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     s = tl.arange(0, PARTS).to(tl.int64)
     d = tl.arange(0, D)
@@ -258,9 +255,11 @@ def combine_kernel(
     result = tl.zeros([BLOCK_R, D], tl.float32)
     for i in tl.static_range(PARTS):
         at = r + i * rows.to(tl.int64)
-        one = tl.load(lse + at, mask=(r < rows) & (r * 0 + i < parts), other=float("-inf"))
-        x = tl.load(partial + at[:, None] * D + d[None, :], mask=(one > float("-inf"))[:, None], other=0.0)
-        result += x.to(tl.float32) * tl.exp2(one - base)[:, None]
+        here = (r < rows) & (r * 0 + i < parts)
+        one = tl.load(lse + at, mask=here, other=float("-inf"))
+        x = tl.load(partial + at[:, None] * D + d[None, :], mask=here[:, None], other=0.0)
+        # An empty part was never written: read without waiting for its sum, then dropped.
+        result += tl.where((one > float("-inf"))[:, None], x * tl.exp2(one - base)[:, None], 0.0)
     result = result / total[:, None]
     tl.store(out + r[:, None] * D + d[None, :], result.to(out.dtype.element_ty), mask=(r < rows)[:, None])
     tl.store(joined + r, base + tl.log2(total), mask=r < rows)

@@ -1,26 +1,25 @@
 """Turns the rows' choices into work lists: the union of the blocks that a tile of rows chose.
 
 choice [T, K, N] block ids, ascending, -1 behind. T rows, R sequences, K kv heads, N chosen blocks. For a tile of
-BLOCK_T rows: its distinct blocks, ascending, their pages, one bit for each row that chose the block, and their number.
-No sort: ranks come from a table of comparisons.
+BLOCK_T rows: its distinct blocks, ascending, one bit for each row that chose the block, and their number. No sort:
+ranks come from a table of comparisons.
 Trees: blocks without a committed key are left out (their keys are scratch slots, which are attended separately).
 """
 
 import triton
 import triton.language as tl
 
+from target_model.kernels.common import begin
+
 
 @triton.jit
 def union_kernel(
     choice,  # int32 [T, K, N]
     row_start,  # int32 [R + 1]
-    committed,  # int32 [R]
-    block_table,  # int32 [R, table_width]
+    committed,  # int32 [R], read with TREE
     union,  # int32 [tiles, K, BLOCK_T * N]; tile i of sequence r is row_start[r] // BLOCK_T + r + i
-    union_pages,  # int32, same shape
     union_rows,  # int32, same shape
     union_count,  # int32 [tiles, K]
-    table_width,
     TREE: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -29,9 +28,7 @@ def union_kernel(
     BLOCK_T: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     tile = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     r = tl.program_id(1)
@@ -55,7 +52,5 @@ def union_kernel(
     list_at = (start // BLOCK_T + r + tile) * HEADS + head
     to = list_at.to(tl.int64) * (BLOCK_T * N) + rank
     tl.store(union + to, ids, mask=first)
-    page = tl.load(block_table + r.to(tl.int64) * table_width + ids, mask=first, other=0)
-    tl.store(union_pages + to, page, mask=first)
     tl.store(union_rows + to, members, mask=first)
     tl.store(union_count + list_at, tl.sum(first.to(tl.int32), 0))

@@ -17,6 +17,14 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """First line of a kernel: waits until the one before in the stream has ended, then lets the next one start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
 def widen(x, UPCAST: tl.constexpr):
     """fp32 in the interpreter, unchanged on the GPU."""
     if UPCAST:

@@ -1,24 +1,23 @@
-"""MSA's choice of blocks: index scores of every block, then the best N.
+"""MSA's index scores.
 
     score[t, j, b] = max over the keys s of block b that row t sees of iq[t, j] . ik[s]
 
 T rows, R sequences, J index heads (one index-K head is shared by all), D index dim, P pages, B slots in a page = tokens
-in a block, N chosen blocks. Three kernels:
-    few_scores_kernel   up to 64 (row, head) columns, K as the first operand (decode, small trees): memory-bound, pages
-                        split over programs
-    many_scores_kernel  tiles of BLOCK_T rows x J heads against one page, so that a page is read once for all heads
+in a block. Two kernels:
+    few_scores_kernel   up to 64 (row, head) columns, K as the first operand (decode, small trees): memory-bound, PAGES
+                        pages a program
+    many_scores_kernel  tiles of BLOCK_C (row, head) pairs against one page, so that a page is read once for all heads
                         (prefill, trees)
-    choose_kernel       one warp for a (row, head): forces init and local blocks, picks the N best, ties to the lower
-                        id, ascending (threshold by bisection on the scores' bits, then two prefix sums: no sort)
-Trees: committed keys as above; the at most 64 scratch keys belong to block position // B and are scored by
-scratch_scores_kernel into a list of SPAN blocks from block committed // B on, which choose_kernel merges. No scale: it
-does not change the order. Not supported: J no power of two, D outside 32, 64, 128.
+Trees: committed keys as above; the at most 64 scratch keys belong to block position // B and go into a list of SPAN
+blocks from block committed // B on, which choose_kernel merges: one more program a tile. No scale: it does not change
+the order. Small loads that do not depend on each other come first: with a cold L2 each link of a chain costs 0.8 us.
+Not supported: J no power of two, D outside 32, 64, 128.
 """
 
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import to_dot, widen
+from target_model.kernels.common import begin, to_dot, widen
 
 
 @triton.jit
@@ -29,55 +28,97 @@ def column_rows(tile, start, count, J: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def load_columns(iq, row, j, ok, q_stride, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Index queries [BLOCK_C, D]."""
+    at = (row * q_stride + j * D)[:, None] + tl.arange(0, D)[None, :]
+    return widen(tl.load(iq + at, mask=ok[:, None], other=0.0), UPCAST)
+
+
+@triton.jit
+def scratch_scores(
+    iq, pool, scratch, position, ancestors, table, tile, start, count, known, q_stride, J: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_C: tl.constexpr, SPAN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's scores of the scratch keys of its sequence, [BLOCK_C, SPAN]."""
+    row, j, ok = column_rows(tile, start, count, J, BLOCK_C)
+    s = tl.arange(0, 64)
+    d = tl.arange(0, D)
+    q = load_columns(iq, row, j, ok, q_stride, D, UPCAST)
+    slot = known + s
+    page = tl.load(table + slot // PAGE, mask=s < count, other=0).to(tl.int64)
+    k = tl.load(pool + (page * PAGE + slot % PAGE)[:, None] * D + d[None, :], mask=(s < count)[:, None], other=0.0)
+    dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
+    bits = tl.load(ancestors + row, mask=ok, other=0)
+    seen = (((bits[:, None] >> s[None, :].to(tl.int64)) & 1) != 0) & (s < count)[None, :]
+    offset = tl.load(position + start + s, mask=s < count, other=0).to(tl.int32) // PAGE - known // PAGE
+    for i in tl.static_range(SPAN):
+        best = tl.max(tl.where(seen & (offset == i)[None, :], dots, float("-inf")), 1)
+        tl.store(scratch + (row * J + j) * SPAN + i, best, mask=ok)
+
+
+@triton.jit
 def few_scores_kernel(
     iq,  # [T, J, D], row stride q_stride, heads adjacent
     pool,  # [P, B, D]
     scores,  # fp32 [T, J, blocks]
-    row_start,  # int32 [R + 1]
+    scratch,  # fp32 [T, J, SPAN], written with TREE
+    row_start,  # int32 [R + 1], read without ONE
     committed,  # int32 [R]
     slots,  # int64 [T]
+    position,  # int64 [T]
+    ancestors,  # int64 [T], read with TREE
     block_table,  # int32 [R, table_width]
     q_stride,
     table_width,
     blocks,
     TREE: tl.constexpr,
+    ONE: tl.constexpr,  # every sequence has one row
     J: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PAGES: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     r = tl.program_id(1)
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
-    if tl.program_id(2) * BLOCK_C >= count * J:
-        return
-    row, j, ok = column_rows(tl.program_id(2), start, count, J, BLOCK_C)
-    if TREE:
-        limit = tl.zeros([BLOCK_C], tl.int32) + tl.load(committed + r)
-    else:
-        limit = tl.load(slots + row, mask=ok, other=-1).to(tl.int32) + 1
-    highest = tl.max(limit, 0)
-    low = tl.program_id(0) * PAGES
-    high = tl.minimum(low + PAGES, tl.cdiv(highest, PAGE))
-    if low >= high:
-        return
+    first = tl.program_id(0) * PAGES
+    table = block_table + r.to(tl.int64) * table_width
     n = tl.arange(0, PAGE)
     d = tl.arange(0, D)
-    q = tl.load(iq + (row * q_stride + j * D)[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-    q = tl.trans(widen(q, UPCAST))
-    to = scores + (row * J + j) * blocks
-    for b in range(low, high):
-        page = tl.load(block_table + r.to(tl.int64) * table_width + b).to(tl.int64)
+    w = tl.arange(0, PAGES)
+    pages = tl.load(table + first + w, mask=first + w < blocks, other=0)
+    if ONE:
+        start = r
+        count = 1
+    else:
+        start = tl.load(row_start + r)
+        count = tl.load(row_start + r + 1) - start
+    row, j, ok = column_rows(0, start, count, J, BLOCK_C)
+    if TREE:
+        highest = tl.load(committed + r)
+        limit = tl.zeros([BLOCK_C], tl.int32) + highest
+        if first >= blocks:
+            scratch_scores(iq, pool, scratch, position, ancestors, table, 0, start, count, highest, q_stride, J, D,
+                           PAGE, BLOCK_C, SPAN, UPCAST)  # fmt: skip
+            return
+    else:
+        limit = tl.load(slots + row, mask=ok, other=-1).to(tl.int32) + 1
+        highest = tl.max(limit, 0)
+    if first * PAGE >= highest:
+        return
+    q = tl.trans(load_columns(iq, row, j, ok, q_stride, D, UPCAST))
+    to = scores + (row * J + j) * blocks + first
+    for i in tl.range(0, tl.minimum(PAGES, tl.cdiv(highest, PAGE) - first), num_stages=STAGES):
+        page = tl.sum(tl.where(w == i, pages, 0), 0).to(tl.int64)
         k = tl.load(pool + (page * PAGE + n)[:, None] * D + d[None, :])
         dots = tl.dot(to_dot(k, q, UPCAST), q, input_precision="ieee")
+        b = first + i
         dots = tl.where((b * PAGE + n)[:, None] < limit[None, :], dots, float("-inf"))
-        tl.store(to + b, tl.max(dots, 0), mask=ok & (b * PAGE < limit))
+        tl.store(to + i, tl.max(dots, 0), mask=ok & (b * PAGE < limit))
 
 
 @triton.jit
@@ -85,9 +126,12 @@ def many_scores_kernel(
     iq,  # [T, J, D], row stride q_stride, heads adjacent
     pool,  # [P, B, D]
     scores,  # fp32 [T, J, blocks]
+    scratch,  # fp32 [T, J, SPAN], written with TREE
     row_start,  # int32 [R + 1]
     committed,  # int32 [R]
     slots,  # int64 [T]
+    position,  # int64 [T]
+    ancestors,  # int64 [T], read with TREE
     block_table,  # int32 [R, table_width]
     q_stride,
     table_width,
@@ -98,37 +142,41 @@ def many_scores_kernel(
     PAGE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,  # SPLITS, and with TREE one more for the scratch keys
+    SPAN: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     r = tl.program_id(1)
-    split = tl.program_id(0) % SPLITS
-    tile = tl.num_programs(0) // SPLITS - 1 - tl.program_id(0) // SPLITS  # the longest first
+    split = tl.program_id(0) % PARTS
+    tile = tl.num_programs(0) // PARTS - 1 - tl.program_id(0) // PARTS  # the longest first
     start = tl.load(row_start + r)
     count = tl.load(row_start + r + 1) - start
+    known = tl.load(committed + r)
+    table = block_table + r.to(tl.int64) * table_width
     if tile * BLOCK_C >= count * J:
         return
+    if TREE:
+        if split == SPLITS:
+            scratch_scores(iq, pool, scratch, position, ancestors, table, tile, start, count, known, q_stride, J, D,
+                           PAGE, BLOCK_C, SPAN, UPCAST)  # fmt: skip
+            return
     row, j, ok = column_rows(tile, start, count, J, BLOCK_C)
     if TREE:
-        limit = tl.zeros([BLOCK_C], tl.int32) + tl.load(committed + r)
+        limit = tl.zeros([BLOCK_C], tl.int32) + known
     else:
         limit = tl.load(slots + row, mask=ok, other=-1).to(tl.int32) + 1
     highest = tl.max(limit, 0)
     lowest = tl.min(tl.where(ok, limit, highest), 0)
-    total = tl.cdiv(highest, PAGE)
-    share = tl.cdiv(total, SPLITS)
+    share = tl.cdiv(blocks if TREE else tl.cdiv(highest, PAGE), SPLITS)
     low = split * share
-    high = tl.minimum(low + share, total)
+    high = tl.minimum(low + share, tl.cdiv(highest, PAGE))
     middle = tl.maximum(tl.minimum(high, lowest // PAGE), low)
     n = tl.arange(0, PAGE)
     d = tl.arange(0, D)
-    q = tl.load(iq + (row * q_stride + j * D)[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-    q = widen(q, UPCAST)
+    q = load_columns(iq, row, j, ok, q_stride, D, UPCAST)
     to = scores + (row * J + j) * blocks
-    table = block_table + r.to(tl.int64) * table_width
     for b in range(low, middle):
         page = tl.load(table + b).to(tl.int64)
         k = tl.load(pool + (page * PAGE + n)[:, None] * D + d[None, :])
@@ -140,125 +188,3 @@ def many_scores_kernel(
         dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
         dots = tl.where((b * PAGE + n)[None, :] < limit[:, None], dots, float("-inf"))
         tl.store(to + b, tl.max(dots, 1), mask=ok & (b * PAGE < limit))
-
-
-@triton.jit
-def scratch_scores_kernel(
-    iq,  # [T, J, D], row stride q_stride, heads adjacent
-    pool,  # [P, B, D]
-    scores,  # fp32 [T, J, SPAN]: blocks committed // B, + 1, ...
-    row_start,  # int32 [R + 1]
-    committed,  # int32 [R]
-    position,  # int64 [T]
-    ancestors,  # int64 [T]
-    block_table,  # int32 [R, table_width]
-    q_stride,
-    table_width,
-    J: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    SPAN: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    r = tl.program_id(1)
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
-    if tl.program_id(0) * BLOCK_C >= count * J:
-        return
-    row, j, ok = column_rows(tl.program_id(0), start, count, J, BLOCK_C)
-    known = tl.load(committed + r)
-    s = tl.arange(0, 64)
-    d = tl.arange(0, D)
-    q = tl.load(iq + (row * q_stride + j * D)[:, None] + d[None, :], mask=ok[:, None], other=0.0)
-    q = widen(q, UPCAST)
-    slot = known + s
-    page = tl.load(block_table + r.to(tl.int64) * table_width + slot // PAGE, mask=s < count, other=0).to(tl.int64)
-    k = tl.load(pool + (page * PAGE + slot % PAGE)[:, None] * D + d[None, :], mask=(s < count)[:, None], other=0.0)
-    dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
-    bits = tl.load(ancestors + row, mask=ok, other=0)
-    seen = (((bits[:, None] >> s[None, :].to(tl.int64)) & 1) != 0) & (s < count)[None, :]
-    offset = tl.load(position + start + s, mask=s < count, other=0).to(tl.int32) // PAGE - known // PAGE
-    for i in tl.static_range(SPAN):
-        best = tl.max(tl.where(seen & (offset == i)[None, :], dots, float("-inf")), 1)
-        tl.store(scores + (row * J + j) * SPAN + i, best, mask=ok)
-
-
-@triton.jit
-def choose_kernel(
-    scores,  # fp32 [T, J, blocks]
-    scratch,  # fp32 [T, J, SPAN], read with TREE
-    row_start,  # int32 [R + 1], read with TREE
-    committed,  # int32 [R]
-    position,  # int64 [T]
-    chosen,  # int32 [T, J, N]
-    blocks,
-    sequences,  # R
-    init_blocks,
-    local_blocks,
-    TREE: tl.constexpr,
-    J: tl.constexpr,
-    PAGE: tl.constexpr,
-    N: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SPAN: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = tl.program_id(0).to(tl.int64)
-    row = at // J
-    own = tl.load(position + row).to(tl.int32) // PAGE
-    b = tl.arange(0, BLOCKS)
-    if own < N:
-        n = tl.arange(0, triton.next_power_of_2(N))
-        tl.store(chosen + at * N + n, tl.where(n <= own, n, -1), mask=n < N)
-        return
-    if TREE:
-        r = tl.arange(0, SEQUENCES)
-        ends = tl.load(row_start + r + 1, mask=r < sequences, other=0x7FFFFFFF)
-        known = tl.load(committed + tl.sum((ends <= row).to(tl.int32), 0))
-        x = tl.load(scores + at * blocks + b, mask=b * PAGE < known, other=float("-inf"))
-        i = b - known // PAGE
-        x = tl.maximum(x, tl.load(scratch + at * SPAN + i, mask=(i >= 0) & (i < SPAN), other=float("-inf")))
-    else:
-        x = tl.load(scores + at * blocks + b, mask=b <= own, other=float("-inf"))
-    forced = ((b > own - local_blocks) | (b < init_blocks)) & (b <= own)
-    x = tl.where(forced, float("-inf"), tl.where(x == 0.0, 0.0, x))  # one zero: -0.0 equals 0.0
-    bits = x.to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
-    need = N - tl.sum(forced.to(tl.int32), 0)
-
-    # The largest `low` with at least `need` keys at or above it, by bisection; most often a gap with exactly `need`
-    # ends it early.
-    low = tl.min(tl.where(x > float("-inf"), key, 0x7FFFFFFF), 0)
-    if BLOCKS >= 64:
-        best = tl.max(
-            tl.reshape(key, [32, BLOCKS // 32]), 1
-        )  # of 32 groups: each that is not empty holds one key at or above
-        full = best > -0x7F800001  # the key of -inf
-        closer = tl.min(tl.where(full, best, 0x7FFFFFFF), 0)
-        low = tl.where(tl.sum(full.to(tl.int32), 0) >= need, closer, low)
-    high = tl.max(key, 0) + 1
-    above = 0  # keys at or above `high`
-    count = tl.sum((key >= low).to(tl.int32), 0)
-    while (count != need) & (high > low + 1):
-        middle = (low & high) + ((low ^ high) >> 1)
-        found = tl.sum((key >= middle).to(tl.int32), 0)
-        if found >= need:
-            low = middle
-            count = found
-        else:
-            high = middle
-            above = found
-    level = (key >= low) & (key < high)
-    rank = tl.cumsum(level.to(tl.int32), 0)
-    taken = (forced | (key >= high) | (level & (rank <= need - above))).to(tl.int32)
-    place = tl.cumsum(taken, 0) - 1
-    tl.store(chosen + at * N + place, b, mask=taken != 0)

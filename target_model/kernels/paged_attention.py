@@ -49,42 +49,39 @@ def run_attention(
     batch: Batch,
     scale: float,
     *,
-    mode: str,
     splits: int,
     block_t: int,
     block_n: int | None = None,
     first_slot: int = 0,
-    scratch_chosen: bool = True,
+    scratch_chosen: bool = False,
     choice_TKN: Tensor | None = None,
-    union: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    union: tuple[Tensor, Tensor, Tensor] | None = None,
     num_warps: int = 4,
     num_stages: int = 2,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launches `attention_kernel` and, with several splits, `combine_kernel`. Returns (out [T, Q, D], log2 of the sum
-    of exponentials [T, Q])."""
+    """Launches `attention_kernel` (over the blocks of `union`: ids, rows, counts) and, with several splits,
+    `combine_kernel`. Returns (out [T, Q, D], log2 of the sum of exponentials [T, Q])."""
     rows, heads, dim = q_TQD.shape
     kv_heads = k_pool_PBKD.shape[2]
     group = heads // kv_heads
     out = torch.empty(rows, heads, dim, dtype=q_TQD.dtype, device=q_TQD.device)
-    lse = torch.empty(max(splits, 1), rows, heads, dtype=torch.float32, device=q_TQD.device)
+    lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=q_TQD.device)
     partial = out
     if splits > 1:
         partial = torch.empty(splits, rows, heads, dim, dtype=torch.float32, device=q_TQD.device)
     unused = batch.row_start
     block_n = 32 if q_TQD.dtype == torch.float32 else block_n or 128  # twice as wide: shared memory holds fewer keys
-    lists, list_pages, list_rows, list_count = union if union is not None else (unused,) * 4
+    lists, list_rows, list_count = union if union is not None else (unused,) * 3
+    choice = unused if choice_TKN is None else choice_TKN
     attention_kernel[(cdiv(batch.max_rows, block_t) * kv_heads * splits, batch.num_sequences)](
-        q_TQD, k_pool_PBKD, v_pool_PBKD, out, partial, lse, batch.row_start, batch.committed, batch.slots,
-        batch.positions,
-        batch.block_table, unused if batch.ancestors is None else batch.ancestors,
-        unused if choice_TKN is None else choice_TKN,
-        lists, list_pages, list_rows, list_count, rows * heads, q_TQD.stride(0), batch.block_table.shape[1],
-        lists.shape[-1], first_slot, scale * LOG2_E,
-        MODE=mode, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim, PAGE=batch.page_size,
-        N=1 if choice_TKN is None else choice_TKN.shape[-1], BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
-        BLOCK_N=min(batch.page_size, block_n), SPLITS=splits,
-        FIRST=first_slot > 0, SCRATCH_CHOSEN=mode != "dense" and scratch_chosen, UPCAST=INTERPRETED, PDL=PDL,
+        q_TQD, k_pool_PBKD, v_pool_PBKD, partial, lse, batch.row_start, batch.committed, batch.slots,
+        batch.positions, batch.block_table, unused if batch.ancestors is None else batch.ancestors, choice, lists,
+        list_rows, list_count, rows * heads, q_TQD.stride(0), batch.block_table.shape[1], lists.shape[-1], first_slot,
+        scale * LOG2_E, UNION=union is not None, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim,
+        PAGE=batch.page_size, BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
+        BLOCK_N=min(batch.page_size, block_n), SPLITS=splits, FIRST=first_slot > 0,
+        SCRATCH_CHOSEN=scratch_chosen, N=choice.shape[-1], UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
     if splits == 1:
@@ -127,5 +124,5 @@ def paged_attention(
     check_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch)
     kv_heads = k_pool_PBKD.shape[2]
     shape = dense_shape(batch, kv_heads, q_TQD.shape[1] // kv_heads)
-    out, _ = run_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, mode="dense", first_slot=first_slot, **shape)
+    out, _ = run_attention(q_TQD, k_pool_PBKD, v_pool_PBKD, batch, scale, first_slot=first_slot, **shape)
     return out

@@ -133,6 +133,20 @@ def test_tiles_and_splits_do_not_change_a_tree(block_t, splits):
     torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["decode", "tree"])
+@pytest.mark.parametrize(("parts", "last"), [(1, False), (3, False), (4, True)])
+def test_rows_for_themselves(kind, parts, last):
+    batch, pages = BATCHES[kind](16)
+    q = normal(batch, 8, 32)
+    k, v = (poisoned_pool(batch, pages, 2, 32, seed=s) for s in (2, 3))
+    index_pool = clean(poisoned_pool(batch, pages, 32, seed=4))
+    blocks = select_blocks_ref.select_blocks(normal(batch, 2, 32, seed=5), index_pool, batch, 3, 0, 1)
+    want = sparse_attention_ref.sparse_attention(q, clean(k), clean(v), blocks, batch, 0.2)
+    for _ in range(2):  # the counters are as they were
+        out, _ = sparse_attention.by_rows(q, k, v, blocks, batch, 0.2, parts=parts, last=last)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
 def test_write_kv():
     batch, pages = BATCHES["prefill"](16)
     dtype = (
