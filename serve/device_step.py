@@ -11,7 +11,6 @@ A = taps * target hidden, H draft hidden, J index heads, K heads of the draft, V
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,23 +21,16 @@ from serve.budget import OFF
 from serve.drafter import Drafter, Roots
 from serve.guesses import DeviceGuesses, Noise, RowSettings
 from serve.request import Sequence
-from serve.step_buffers import Marks, Size, StepBuffers
+from serve.step_buffers import Decided, Marks, PlainAhead, Size, StepBuffers
 from serve.synthetic import SyntheticAcceptance
-from serve.tree import Tree, TreeConfig
+from serve.tree import TreeConfig
 from serve.tree_tensors import accepted, ancestry, longest
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 from target_model.kernels import ops
 from target_model.model import TargetModel
 
-
-@dataclass(frozen=True)
-class Decided:
-    """What a step decided for one sequence: its tree, the accepted nodes, the tokens (the bonus token last)."""
-
-    tree: Tree
-    path: list[int]
-    tokens: list[int]
+Halves = tuple[Callable[[], None], Callable[[], None]]  # draft and verify
 
 
 class DeviceStep:
@@ -62,8 +54,9 @@ class DeviceStep:
         self.seconds = (0.0, 0.0)  # that the last step took to draft and to verify
         self._last: tuple[Size, list[Sequence]] | None = None
         self._ahead: Marks | None = None  # when the trees of the next step were drafted, if they have been
+        self._plain: PlainAhead | None = None
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
-        self._halves: dict[Size, tuple[Callable[[], None], Callable[[], None]]] = {}
+        self._halves: dict[Size, Halves] = {}
         self._pool: tuple[int, int] | None = None
 
     def takes(self, sequences: list[Sequence]) -> bool:
@@ -81,9 +74,9 @@ class DeviceStep:
         """One step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r. A drafter
         follows up to the bonus token, after a tree; without one the sequences have heard what the target left.
 
-        When a step is of the same size and sequences as the one before, the next trees are drafted before the host
-        reads this step's result. They count if the next step is so, too, else they are drafted anew: they lie behind
-        all decided tokens and do no harm.
+        When a step is of the same size and sequences as the one before, the device goes on before the host reads its
+        result: it drafts the next trees or, without a draft, makes the next step. That counts if the next step is so,
+        too, else it is done anew: it lies behind all decided tokens and does no harm.
         """
         shape = shape if self.drafter and max(limits) else OFF
         if shape != OFF:
@@ -93,11 +86,14 @@ class DeviceStep:
         size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
         buffers = self._buffers_of(size)
         wanted = [self.synthetic.wanted() for _ in sequences] if self.synthetic else None
-        moved = buffers.load(sequences, limits, wanted, drafting=shape != OFF)
         step = size, list(sequences)
         steady, self._last = step == self._last, step
-        rows = self._run_halves(size, buffers, self._ahead if steady and not moved else None, go_on=steady)
-        decided = [_read(row, size.depth, size.nodes) for row in rows[: len(sequences)]]
+        if self.drafter:
+            moved = buffers.load(sequences, limits, wanted, drafting=shape != OFF)
+            rows = self._run_halves(size, buffers, self._ahead if steady and not moved else None, go_on=steady)
+        else:
+            rows = self._run_plain(size, buffers, sequences, go_on=steady)
+        decided = [Decided.read(row, size.depth, size.nodes) for row in rows[: len(sequences)]]
         for r, (sequence, each) in enumerate(zip(sequences, decided, strict=True)):
             if wanted:
                 self.synthetic.settle(wanted[r] - len(each.path))
@@ -125,22 +121,52 @@ class DeviceStep:
         """The result, row by row. `ahead`: when these trees were drafted, if they have been. `go_on`: draft the next
         ones.
         """
-        known = self._halves.get(size)
-        draft, verify = known or (
+        draft, verify = self._halves_of(size, buffers)
+        drafted = ahead or buffers.timed(draft)
+        verified = buffers.timed(verify)
+        sent = buffers.send_result()
+        draft, verify = self._kept(size, draft, verify)
+        self._ahead = buffers.timed(draft) if go_on and size.shape != OFF else None
+        result = buffers.result(sent)
+        self.seconds = buffers.between(*drafted), buffers.between(*verified)
+        return result
+
+    def _run_plain(
+        self, size: Size, buffers: StepBuffers, sequences: list[Sequence], *, go_on: bool
+    ) -> list[list[int]]:
+        """The result of a step without a draft, row by row. `go_on`: make the next step, too."""
+        draft, verify = self._halves_of(size, buffers)
+        ready, self._plain = self._plain, None
+        if ready is not None and ready.is_of(size, sequences):
+            buffers.load_table(sequences)
+            marks, sent = ready.marks, ready.sent
+        else:
+            buffers.load(sequences, [0] * len(sequences), None, drafting=False)
+            marks = buffers.timed(verify)
+            sent = buffers.send_result()
+        _, verify = self._kept(size, draft, verify)
+        if go_on:
+            # Every sequence gains one token.
+            places = [(sequence, sequence.pages, len(sequence.token_ids) + 1) for sequence in sequences]
+            self._plain = PlainAhead(size, places, buffers.timed(verify), buffers.send_result())
+        result = buffers.result(sent)
+        self.seconds = 0.0, buffers.between(*marks)
+        return result
+
+    def _halves_of(self, size: Size, buffers: StepBuffers) -> Halves:
+        if size in self._halves:
+            return self._halves[size]
+        return (
             partial(self._draft, size, buffers) if size.shape != OFF else _nothing,
             partial(self._verify, size, buffers),
         )
-        drafted = ahead or buffers.timed(draft)
-        verified = buffers.timed(verify)
-        buffers.send_result()
-        if known is None:
+
+    def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
+        """The halves of the next step of this size: captured, once they have run."""
+        if size not in self._halves:
             capture = self._captured if self.graphs else _as_it_is
-            draft = draft if size.shape == OFF else capture(draft)
-            self._halves[size] = draft, capture(verify)
-        self._ahead = buffers.timed(draft) if go_on and size.shape != OFF else None
-        result = buffers.result()
-        self.seconds = buffers.between(*drafted), buffers.between(*verified)
-        return result
+            self._halves[size] = draft if size.shape == OFF else capture(draft), capture(verify)
+        return self._halves[size]
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         """A graph of what has just run for the first time. All graphs take turns in one pool of memory: what outlives a
@@ -271,18 +297,3 @@ def _nothing() -> None:
 
 def _as_it_is(run: Callable[[], None]) -> Callable[[], None]:
     return run
-
-
-def _read(row: list[int], depth: int, nodes: int) -> Decided:
-    """One sequence's part of the result; nodes that are not live are left out and the others numbered anew."""
-    kept, row = row[0], row[1:]
-    tokens, path, rest = row[: kept + 1], row[depth + 1 : depth + 1 + kept], row[2 * depth + 1 :]
-    tree, place = Tree([], []), {}
-    for node, (token, parent, live) in enumerate(
-        zip(rest[:nodes], rest[nodes : 2 * nodes], rest[2 * nodes : 3 * nodes], strict=True)
-    ):
-        if live:
-            tree.parents.append(place[parent] if node else -1)
-            place[node] = len(tree.tokens)
-            tree.tokens.append(token)
-    return Decided(tree, [place[node] for node in path], tokens)

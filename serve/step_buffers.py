@@ -13,12 +13,13 @@ from torch import Tensor
 from serve.drafter import Drafter
 from serve.guesses import Noise, RowSettings
 from serve.request import Sequence
-from serve.tree import TreeConfig
+from serve.tree import Tree, TreeConfig
 from target_model.batch import MAX_SCRATCH, signed64
 from target_model.cache import PagedCache
 
 Mark = torch.cuda.Event | float
 Marks = tuple[Mark, Mark]  # begin and end
+Sent = tuple[Tensor, Mark]  # a result on its way to this place on the host, and when it is there
 
 # Columns of what the host sends for each sequence.
 _INTEGERS = ("root", "length", "limit", "wanted", "top_k", "seed", "choice")
@@ -58,6 +59,54 @@ class Size:
         return min(self.shape.nodes, 1 + self.shape.width + (self.depth - 1) * self.shape.width**2)
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a step decided for one sequence: its tree, the accepted nodes, the tokens (the bonus token last)."""
+
+    tree: Tree
+    path: list[int]
+    tokens: list[int]
+
+    @staticmethod
+    def read(row: list[int], depth: int, nodes: int) -> "Decided":
+        """From one row of a result: kept nodes, tokens [F], path [D], and of the tree tokens, parents, live [N] each.
+        Nodes that are not live are left out and the others numbered anew.
+        """
+        kept, row = row[0], row[1:]
+        tokens, path, rest = row[: kept + 1], row[depth + 1 : depth + 1 + kept], row[2 * depth + 1 :]
+        tree, place = Tree([], []), {}
+        columns = rest[:nodes], rest[nodes : 2 * nodes], rest[2 * nodes : 3 * nodes]
+        for node, (token, parent, live) in enumerate(zip(*columns, strict=True)):
+            if live:
+                tree.parents.append(place[parent] if node else -1)
+                place[node] = len(tree.tokens)
+                tree.tokens.append(token)
+        return Decided(tree, [place[node] for node in path], tokens)
+
+
+@dataclass(frozen=True)
+class PlainAhead:
+    """A step without drafts that was run before its time: of which sequences, their pages and decided tokens, when, and
+    where its result is.
+    """
+
+    size: Size
+    places: list[tuple[Sequence, list[int], int]]
+    marks: Marks
+    sent: Sent
+
+    def is_of(self, size: Size, sequences: list[Sequence]) -> bool:
+        """Whether this is the step that these sequences are to make now."""
+        return (
+            size == self.size
+            and len(sequences) == len(self.places)
+            and all(
+                sequence is own and sequence.pages is pages and len(sequence.token_ids) == length
+                for sequence, (own, pages, length) in zip(sequences, self.places, strict=True)
+            )
+        )
+
+
 class StepBuffers:
     """The buffers of one number of sequences and pages, and their copies on the host.
 
@@ -79,7 +128,10 @@ class StepBuffers:
         self._host_integers, self._integers = pair(sequences, len(_INTEGERS), dtype=torch.int64)
         self._host_floats, self._floats = pair(sequences, len(_FLOATS), dtype=torch.float32)
         self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
-        self._host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
+        host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
+        # Two, since a result may be sent before the one before it has been read.
+        self._host_results = host_result, pair(sequences, _RESULT, dtype=torch.int64)[0]
+        self._loaded: Mark | None = None  # when the host's copies may be written again
         # The block tables on the host: whose list each row holds, and how much of it.
         self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
         self.token_RN, self.parent_RN = zeros(MAX_SCRATCH), zeros(MAX_SCRATCH)
@@ -126,18 +178,25 @@ class StepBuffers:
             integers.append((sequence.token_ids[-1], length, limits[r], keep, params.top_k, seed, choice))
             floats.append((params.temperature, params.top_p, params.min_p))
         padding = len(self._written) - len(sequences)
+        self._wait(self._loaded)
         self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding))
         self._host_floats.copy_(torch.tensor(floats + [_NOTHING[1]] * padding))
         self._integers.copy_(self._host_integers, non_blocking=True)
         self._floats.copy_(self._host_floats, non_blocking=True)
-        if self._write_table([sequence.pages for sequence in sequences]):
-            self.table_RW.copy_(self._host_table, non_blocking=True)
+        self.load_table(sequences)
         moved = drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False))
         if moved:
             self.state_RH[: len(sequences)] = torch.stack([sequence.root_state for sequence in sequences])
             if self.blocks_RKN is not None:
                 self.blocks_RKN[: len(sequences)] = torch.stack([sequence.root_blocks for sequence in sequences])
         return moved
+
+    def load_table(self, sequences: list[Sequence]) -> None:
+        """Sends the block tables, where they have changed."""
+        self._wait(self._loaded)
+        if self._write_table([sequence.pages for sequence in sequences]):
+            self.table_RW.copy_(self._host_table, non_blocking=True)
+        self._loaded = self.mark()
 
     def _write_table(self, tables: list[list[int]]) -> bool:
         """Brings the host's copy up to date; whether anything changed. A list of pages only ever grows."""
@@ -173,16 +232,20 @@ class StepBuffers:
         self._integers[:, 1] += tokens_R
         self.limit_R.sub_(tokens_R)
 
-    def send_result(self) -> None:
+    def send_result(self) -> Sent:
         """Starts the way of the result to the host."""
-        self._host_result.copy_(self._result, non_blocking=True)
-        self._sent = self.mark()
+        self._host_results = self._host_results[::-1]
+        self._host_results[0].copy_(self._result, non_blocking=True)
+        return self._host_results[0], self.mark()
 
-    def result(self) -> list[list[int]]:
+    def result(self, sent: Sent) -> list[list[int]]:
         """Waits for it; row by row."""
-        if self._cuda:
-            self._sent.synchronize()
-        return self._host_result.tolist()
+        self._wait(sent[1])
+        return sent[0].tolist()
+
+    def _wait(self, mark: Mark | None) -> None:
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
 
     def hand_over(self, sequences: list[Sequence]) -> None:
         """The draft has followed: the next trees grow from here."""

@@ -79,6 +79,25 @@ def test_greedy_and_sampled_and_general_requests_together(target, answers):
     assert [done[str(i)].token_ids for i in range(6)] == expected
 
 
+def test_plain_steps_run_ahead_of_the_host(target):
+    """Without a draft a step is begun before the last one is read; it must not count when anything has come between:
+    requests that come, end, hang up, are preempted, or take the batch the general way for a while.
+    """
+    batch = [prompts(LENGTHS)[i % 5] for i in range(7)]
+    wishes = [SamplingParams(temperature=0, max_tokens=30 + 5 * i, ignore_eos=True) for i in range(4)]
+    wishes += [SamplingParams(temperature=1.0, top_k=30, seed=i, max_tokens=24, ignore_eos=True) for i in range(2)]
+    wishes.append(SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1))
+    pairs = list(zip(batch, wishes, strict=True))
+    expected = [Engine(target).generate([prompt], wish)[0].token_ids for prompt, wish in pairs]
+    for pages in (24, 200):
+        engine = Engine(target, pages=pages, device_step=True)
+        requests = [Request(str(i), prompt, wish) for i, (prompt, wish) in enumerate(pairs)]
+        done = drive(engine, requests, {"1": 3, "2": 4, "4": 11, "5": 19, "6": 14}, {"3": 17})
+        for i in (0, 1, 2, 4, 5, 6):
+            assert done[str(i)].token_ids == expected[i]
+        assert (engine.scheduler.preemptions > 0) == (pages == 24)
+
+
 def test_preemption(target, answers):
     engine = scripted_engine(target, answers["greedy"], TreeConfig(3, 2, 6), agreement=0.5, pages=24, device_step=True)
     completions = engine.generate(prompts(LENGTHS), GREEDY)
