@@ -105,11 +105,6 @@ class Tile:
         """RUN of moe_widen.py: four warps share a matrix unit's instructions where the tile is large enough."""
         return 2 if self.num_warps % 4 == 0 and self.block_w >= 64 and self.block_m >= 16 else 4
 
-    def ahead(self, weight: Operand) -> bool:
-        """Whether a product brings its weights to the L2 while the kernel before it still runs: few rows leave time
-        between launches in which nothing is read. Only whole 16 bytes can be brought."""
-        return self.block_m <= 16 and weight.per > 1 and weight.values.shape[-1] % 8 == 0
-
     @property
     def order(self) -> dict:
         """Launch keywords on the order of the products."""
@@ -138,7 +133,7 @@ def plan(
     the order of the products. With a shared expert every row has one pair more, of expert number `experts`.
     """
     shared = shared13 is not None
-    ahead = shared and tile.ahead(shared13)
+    ahead = shared and shared13.values.shape[-1] % 8 == 0  # whole 16 bytes
     hidden = x_TH.shape[1]
     pairs, experts = experts_TN.numel() + shared * len(experts_TN), experts + shared
     tiles = pairs // tile.block_m + min(experts, pairs)
@@ -186,7 +181,9 @@ def gemm_shape(pairs: int, experts: int, form: str = "none") -> Tile:
             return Tile(block_m, 128, 64, num_warps=4, num_stages=3)
         return Tile(block_m, 64, 128, num_warps=4, num_stages=3)
     if block_m == 16:
-        return Tile(16, 64, 256, num_warps=4, num_stages=4)
+        if form == "e4m3":
+            return Tile(16, 64, 256, num_warps=4, num_stages=4)
+        return Tile(8, 64, 512 if pairs <= experts // 4 else 256, num_warps=4, num_stages=4, separate=True)
     if block_m < 128:
         return Tile(block_m, 128, 128, num_warps=4, num_stages=3)
     return Tile(128, 128, 128, num_warps=8, num_stages=3)
@@ -287,7 +284,6 @@ def two_products(
         y,
         pairs,
         BLOCK_H=tile.block_w,
-        AHEAD=tile.ahead(w2),
         **constants,
     )
     return y

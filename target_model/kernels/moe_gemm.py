@@ -24,7 +24,6 @@ from target_model.kernels.moe_widen import (
     multiplier,
     numbers_per_word,
     own_order,
-    prefetch_rows,
     widen_word,
 )
 
@@ -233,26 +232,20 @@ def down_kernel(
     ROW: tl.constexpr,
     RUN: tl.constexpr,
     SEPARATE: tl.constexpr,
-    AHEAD: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # The plan is older than the kernel before this one, and the weights older still: with AHEAD they come to the L2
-    # while that kernel ends.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
+    if expert < 0:
+        return
     if SHARED:
         if expert == E:
             w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
-    if PDL:
-        if AHEAD:
-            first = tl.program_id(0) * BLOCK_H
-            prefetch_rows(w2, tl.maximum(expert, 0).to(tl.int64) * H, first, H, I // numbers_per_word(FORMAT), BLOCK_H)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if expert < 0:
-        return
     if half_empty(order, BLOCK_M, FORMAT, PLANNED):
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M // 2, BLOCK_H, BLOCK_K,
                   FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip

@@ -34,7 +34,7 @@ def linear(x_TK: Tensor, weight_NK: QuantisedWeight) -> Tensor:
     y = x_TK.new_empty(rows, outputs)
     down_kernel[(cdiv(outputs, tile.block_w), cdiv(rows, tile.block_m))](
         x, *weight.tensors, *weight.tensors, y, y, y, rows, E=0, H=outputs, I=columns, IP=x.shape[1],
-        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, SEPARATE=tile.separate, AHEAD=tile.ahead(weight), PLANNED=False,
+        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, SEPARATE=tile.separate, PLANNED=False,
         SHARED=False, UPCAST=INTERPRETED, PDL=PDL, **tile.order, **weight.constants,
         **launch_options(tile.num_warps, tile.num_stages),
     )  # fmt: skip
