@@ -68,10 +68,17 @@ def gumbel_rows(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, vocab_size
     return to_gumbel(random_bits(seed_N, choice_N, position_N, vocab_size, stream=0))
 
 
-def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
+def for_rows(rows: int, *settings_R: Tensor) -> list[Tensor]:
+    """Settings [R] that are each for rows / R consecutive rows, one a row."""
+    return [setting_R.repeat_interleave(rows // len(setting_R)) for setting_R in settings_R]
+
+
+def gumbel_at(seed_R: Tensor, choice_R: Tensor, position_R: Tensor, ids_NK: Tensor) -> Tensor:
     """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places.
 
-    All int64. `seed_N` holds 64 bits, `position_N` is that of the token to be chosen; ids are not negative.
+    All int64. Each of the R keys is for N / R consecutive rows. A seed holds 64 bits, a position is that of the token
+    to be chosen; ids are not negative.
     """
-    words_NK4 = draw(ids_NK >> 2, position_N[:, None], choice_N[:, None], seed_N[:, None], stream=0)
+    seed_N1, choice_N1, position_N1 = (key[:, None] for key in for_rows(len(ids_NK), seed_R, choice_R, position_R))
+    words_NK4 = draw(ids_NK >> 2, position_N1, choice_N1, seed_N1, stream=0)
     return to_gumbel(words_NK4.gather(-1, (ids_NK & 3)[:, :, None])[:, :, 0])

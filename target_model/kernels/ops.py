@@ -262,22 +262,22 @@ def scaled(total_MN: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sample_tokens(
     logits_NV: Tensor,
-    temperature_N: Tensor,
-    top_k_N: Tensor,
-    top_p_N: Tensor,
-    min_p_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
     position_N: Tensor,
 ) -> Tensor:
-    """Filters, Gumbel noise and argmax of every row: int64 [N]."""
+    """Filters, Gumbel noise and argmax of every row: int64 [N]. Each setting is for N / R consecutive rows."""
     kernel = _implementation("sample_tokens", logits_NV).sample_tokens
-    return kernel(logits_NV, temperature_N, top_k_N, top_p_N, min_p_N, seed_N, choice_N, position_N)
+    return kernel(logits_NV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, choice_R, position_N)
 
 
-def gumbel_at(seed_N: Tensor, choice_N: Tensor, position_N: Tensor, ids_NK: Tensor) -> Tensor:
-    """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]: that of `serve.noise.gumbel` in these places."""
-    return _implementation("gumbel", ids_NK).gumbel_at(seed_N, choice_N, position_N, ids_NK)
+def gumbel_at(seed_R: Tensor, choice_R: Tensor, position_R: Tensor, ids_NK: Tensor) -> Tensor:
+    """Standard Gumbel noise of the tokens ids[n, :], fp32 [N, K]. Each of the R keys is for N / R consecutive rows."""
+    return _implementation("gumbel", ids_NK).gumbel_at(seed_R, choice_R, position_R, ids_NK)
 
 
 def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,15 +290,15 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def noisy_top_rows(
     x_NV: Tensor,
     k: int,
-    scale_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
-    position_N: Tensor,
+    scale_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
+    position_R: Tensor,
     tokens_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`top_rows` of x * scale + the Gumbel noise of the columns' tokens, by default their numbers."""
     kernel = _implementation("top_rows", x_NV).noisy_top_rows
-    return kernel(x_NV, k, scale_N, seed_N, choice_N, position_N, tokens_V)
+    return kernel(x_NV, k, scale_R, seed_R, choice_R, position_R, tokens_V)
 
 
 def commit_rows(k_LPBKD: Tensor, v_LPBKD: Tensor, index_SPBD: Tensor, path_RM: Tensor, batch: Batch) -> None:

@@ -2,8 +2,9 @@
 
     token[n] = argmax_v  x[n, v] + gumbel(seed, choice, position, v)  over x >= threshold[n],   x = logits /
                          temperature; ties: lower id
-N rows, V vocabulary, S chunks and G groups of it. Temperature 0 is greedy: no noise, no filter. The noise is that of
-gumbel.py. Filters are thresholds on the value, so equal values stay or go together:
+N rows, R settings, each for N / R consecutive rows, V vocabulary, S chunks and G groups of it. Temperature 0 is greedy:
+no noise, no filter. The noise is that of gumbel.py. Filters are thresholds on the value, so equal values stay or go
+together:
     top-k   the largest u with at least k values >= u
     top-p   the largest u whose values >= u hold top_p of the mass that top-k left (ties at its border counted up to k)
     min-p   max + log(min_p)
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require_tensor
-from target_model.kernels.gumbel import noise_at, noise_tile
+from target_model.kernels.gumbel import noise_at, noise_tile, shared_by
 from target_model.kernels.sample_tokens_filters import (
     NO_TOKEN,
     first_best,
@@ -50,33 +51,34 @@ DONE, REJECTED = tl.constexpr(-2), tl.constexpr(-1)  # instead of a token that i
 
 
 @triton.jit
-def load_filters(n, temperatures, top_k, top_p, min_p, V):
+def load_filters(r, temperatures, top_k, top_p, min_p, V):
     """(temperature, k or 0, p, smallest, whether the whole row gets noise) of a row."""
-    temperature, k = tl.load(temperatures + n), tl.load(top_k + n)
+    temperature, k = tl.load(temperatures + r), tl.load(top_k + r)
     k = tl.where((k < 0) | (k >= V), 0, k)
     whole = (temperature != 0.0) & ((k == 0) | (k > MANY))
-    return temperature, k, tl.load(top_p + n), tl.load(min_p + n), whole
+    return temperature, k, tl.load(top_p + r), tl.load(min_p + r), whole
 
 
 @triton.jit
-def load_keys(n, seeds, choices, positions):
-    return tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n)
+def load_keys(n, share, seeds, choices, positions):
+    return tl.load(seeds + n // share), tl.load(choices + n // share), tl.load(positions + n)
 
 
 @triton.jit
 def first_kernel(
     logits,  # [N, V]
-    temperatures,  # fp32 [N]
-    top_k,  # int32 [N], 0: off
-    top_p,  # fp32 [N]
-    min_p,  # fp32 [N]
-    seeds,  # int64 [N]
-    choices,  # int64 [N]
+    temperatures,  # fp32 [R]
+    top_k,  # int32 [R], 0: off
+    top_p,  # fp32 [R]
+    min_p,  # fp32 [R]
+    seeds,  # int64 [R]
+    choices,  # int64 [R]
     positions,  # int64 [N]
     maxima,  # int32 [N, G], keys
     tops,  # fp32 [N, S], of x
     sums,  # fp32 [N, S], of exp(x - top)
     V,
+    share,  # N / R
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -84,17 +86,17 @@ def first_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
+    temperature, k, p, smallest, whole = load_filters(n // share, temperatures, top_k, top_p, min_p, V)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(logits + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
     to = n * tl.num_programs(1) + chunk
     if whole:
         value = tl.div_rn(value, temperature)
-        if (p < 1.0) | (smallest > 0.0):
+        if (k > 0) | (p < 1.0) | (smallest > 0.0):
             top, total = sum_of_exponentials(value)
             tl.store(tops + to, top)
             tl.store(sums + to, total)
-        seed, choice, position = load_keys(n, seeds, choices, positions)
+        seed, choice, position = load_keys(n, share, seeds, choices, positions)
         value += noise_tile(seed, choice, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
     g = tl.arange(0, CHUNK // GROUP)
     key = tl.where(chunk * CHUNK + g * GROUP < V, ordered(group_maxima(value)), NOTHING)
@@ -146,12 +148,12 @@ def choose_among(
 @triton.jit
 def decide_kernel(
     logits,  # [N, V]
-    temperatures,  # fp32 [N]
-    top_k,  # int32 [N], 0: off
-    top_p,  # fp32 [N]
-    min_p,  # fp32 [N]
-    seeds,  # int64 [N]
-    choices,  # int64 [N]
+    temperatures,  # fp32 [R]
+    top_k,  # int32 [R], 0: off
+    top_p,  # fp32 [R]
+    min_p,  # fp32 [R]
+    seeds,  # int64 [R]
+    choices,  # int64 [R]
     positions,  # int64 [N]
     maxima,  # int32 [N, G]
     tops,  # fp32 [N, S]
@@ -161,6 +163,7 @@ def decide_kernel(
     checked,  # int32 [N], the token that is to be checked, REJECTED, or DONE: the row is not open
     tokens,  # int64 [N]
     V,
+    share,  # N / R
     groups,
     splits,
     SPLITS: tl.constexpr,
@@ -171,8 +174,8 @@ def decide_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0).to(tl.int64)
-    temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
-    seed, choice, position = load_keys(n, seeds, choices, positions)
+    temperature, k, p, smallest, whole = load_filters(n // share, temperatures, top_k, top_p, min_p, V)
+    seed, choice, position = load_keys(n, share, seeds, choices, positions)
     row, own, room = logits + n * V, maxima + n * groups, scratch + n * 2 * MANY
     state = tl.full([], DONE, tl.int32)
     bound = tl.full([], NOTHING, tl.int32)
@@ -206,9 +209,9 @@ def decide_kernel(
 @triton.jit
 def check_kernel(
     logits,  # [N, V]
-    temperatures,  # fp32 [N]
-    seeds,  # int64 [N]
-    choices,  # int64 [N]
+    temperatures,  # fp32 [R]
+    seeds,  # int64 [R]
+    choices,  # int64 [R]
     positions,  # int64 [N]
     highest,  # fp32 [N]
     bounds,  # int32 [N]
@@ -216,6 +219,7 @@ def check_kernel(
     found,  # int32 [3, N, S], of the keys above the bound: their number, the best one with noise, its token
     masses,  # fp32 [N, S], sum of exp(x - highest) of the keys above the bound
     V,
+    share,  # N / R
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -224,10 +228,10 @@ def check_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(checked + n) != DONE:
-        seed, choice, position = load_keys(n, seeds, choices, positions)
+        seed, choice, position = load_keys(n, share, seeds, choices, positions)
         count, mass, best, token = look_above(
-            logits + n * V, chunk * CHUNK, V, tl.load(temperatures + n), tl.load(bounds + n), tl.load(highest + n),
-            seed, choice, position, CHUNK,
+            logits + n * V, chunk * CHUNK, V, tl.load(temperatures + n // share), tl.load(bounds + n),
+            tl.load(highest + n), seed, choice, position, CHUNK,
         )  # fmt: skip
         to, stride = n * tl.num_programs(1) + chunk, tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
         tl.store(found + to, count)
@@ -239,12 +243,12 @@ def check_kernel(
 @triton.jit
 def last_kernel(
     logits,  # [N, V]
-    temperatures,  # fp32 [N]
-    top_k,  # int32 [N], 0: off
-    top_p,  # fp32 [N]
-    min_p,  # fp32 [N]
-    seeds,  # int64 [N]
-    choices,  # int64 [N]
+    temperatures,  # fp32 [R]
+    top_k,  # int32 [R], 0: off
+    top_p,  # fp32 [R]
+    min_p,  # fp32 [R]
+    seeds,  # int64 [R]
+    choices,  # int64 [R]
     positions,  # int64 [N]
     tops,  # fp32 [N, S]
     sums,  # fp32 [N, S]
@@ -254,6 +258,7 @@ def last_kernel(
     masses,  # fp32 [N, S]
     tokens,  # int64 [N]
     V,
+    share,  # N / R
     splits,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -265,8 +270,8 @@ def last_kernel(
     n = tl.program_id(0).to(tl.int64)
     token = tl.load(checked + n)
     if token != DONE:
-        temperature, k, p, smallest, whole = load_filters(n, temperatures, top_k, top_p, min_p, V)
-        seed, choice, position = load_keys(n, seeds, choices, positions)
+        temperature, k, p, smallest, whole = load_filters(n // share, temperatures, top_k, top_p, min_p, V)
+        seed, choice, position = load_keys(n, share, seeds, choices, positions)
         s, stride = tl.arange(0, SPLITS), tl.num_programs(0).to(tl.int64) * splits
         own, here = n * splits + s, s < splits
         count = tl.sum(tl.load(found + own, mask=here, other=0), 0)
@@ -278,14 +283,14 @@ def last_kernel(
         else:
             row, top = logits + n * V, tl.load(highest + n)
             mass = tl.sum(tl.load(masses + own, mask=here, other=0.0), 0)
-            share = tl.full([], float("inf"), tl.float32)
+            enough = tl.full([], float("inf"), tl.float32)
             if p < 1.0:
                 tile = tl.load(tops + own, mask=here, other=float("-inf"))
-                share = p * tl.sum(tl.load(sums + own, mask=here, other=0.0) * tl.exp(tile - top), 0)
+                enough = p * tl.sum(tl.load(sums + own, mask=here, other=0.0) * tl.exp(tile - top), 0)
                 if k > 0:
-                    share = p * mass_of_best(row, V, temperature, k, top, CHUNK)
+                    enough = p * mass_of_best(row, V, temperature, k, top, CHUNK)
             most = tl.where(k > 0, k, V)
-            while (token == REJECTED) | (count >= most) | (mass >= share):
+            while (token == REJECTED) | (count >= most) | (mass >= enough):
                 token = above
                 bound = ordered(tl.div_rn(tl.load(row + token).to(tl.float32), temperature))
                 count, mass, above = look_above_in_row(
@@ -296,22 +301,23 @@ def last_kernel(
 
 def sample_tokens(
     logits_NV: Tensor,
-    temperature_N: Tensor,
-    top_k_N: Tensor,
-    top_p_N: Tensor,
-    min_p_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
     position_N: Tensor,
 ) -> Tensor:
-    """The token of every row, int64 [N]. `position_N` is that of the chosen token; `seed_N` holds 64 bits as int64."""
+    """The token of every row, int64 [N], in the N positions; each of the R settings is for N / R consecutive rows.
+
+    fp32 temperature (0: greedy), int32 top_k (0: off), fp32 top_p and min_p, int64 seed (64 bits), choice and position.
+    """
     rows, vocab = logits_NV.shape
     require_tensor("logits", logits_NV, (None, None), FLOATS)
-    for name, x in (("temperature", temperature_N), ("top_p", top_p_N), ("min_p", min_p_N)):
-        require_tensor(name, x, (rows,), (torch.float32,))
-    require_tensor("top_k", top_k_N, (rows,), (torch.int32,))
-    for name, x in (("seed", seed_N), ("choice", choice_N), ("position", position_N)):
-        require_tensor(name, x, (rows,), (torch.int64,))
+    settings = {"temperature": temperature_R, "top_p": top_p_R, "min_p": min_p_R, "seed": seed_R, "choice": choice_R}
+    share = shared_by(rows, top_k=top_k_R, **settings)
+    require_tensor("position", position_N, (rows,), (torch.int64,))
 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=logits_NV.device)
@@ -322,29 +328,30 @@ def sample_tokens(
     chunk = min(CHUNK, max(GROUP.value, power_of_two(vocab)))
     splits = cdiv(vocab, chunk)
     groups, padded = splits * chunk // GROUP.value, power_of_two(splits)
-    filters, keys = (temperature_N, top_k_N, top_p_N, min_p_N), (seed_N, choice_N, position_N)
+    filters, keys = (temperature_R, top_k_R, top_p_R, min_p_R), (seed_R, choice_R, position_N)
     maxima, tops, sums, tokens_N = (
         integers(rows, groups),
         floats(rows, splits),
         floats(rows, splits),
-        torch.empty_like(seed_N),
+        torch.empty_like(position_N),
     )
     highest, bounds, checked = floats(rows), integers(rows), integers(rows)
     found, masses = integers(3, rows, splits), floats(rows, splits)
     first_kernel[(rows, splits)](
-        logits_NV, *filters, *keys, maxima, tops, sums, vocab, CHUNK=chunk, PDL=PDL, **launch_options(FIRST_WARPS, 1)
-    )
+        logits_NV, *filters, *keys, maxima, tops, sums, vocab, share, CHUNK=chunk, PDL=PDL,
+        **launch_options(FIRST_WARPS, 1),
+    )  # fmt: skip
     decide_kernel[(rows,)](
         logits_NV, *filters, *keys, maxima, tops, integers(rows, 2 * MANY.value), highest, bounds, checked, tokens_N,
-        vocab, groups, splits, SPLITS=padded, WIDTH=max(MANY.value, power_of_two(groups)), PDL=PDL,
+        vocab, share, groups, splits, SPLITS=padded, WIDTH=max(MANY.value, power_of_two(groups)), PDL=PDL,
         **launch_options(DECIDE_WARPS, 1),
     )  # fmt: skip
     check_kernel[(rows, splits)](
-        logits_NV, temperature_N, *keys, highest, bounds, checked, found, masses, vocab, CHUNK=chunk, PDL=PDL,
+        logits_NV, temperature_R, *keys, highest, bounds, checked, found, masses, vocab, share, CHUNK=chunk, PDL=PDL,
         **launch_options(FIRST_WARPS, 1),
     )  # fmt: skip
     last_kernel[(rows,)](
-        logits_NV, *filters, *keys, tops, sums, highest, checked, found, masses, tokens_N, vocab, splits,
+        logits_NV, *filters, *keys, tops, sums, highest, checked, found, masses, tokens_N, vocab, share, splits,
         SPLITS=padded, CHUNK=chunk, PDL=PDL, **launch_options(LAST_WARPS, 1),
     )  # fmt: skip
     return tokens_N

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from target_model.kernels.gumbel_ref import gumbel_at, gumbel_rows
+from target_model.kernels.gumbel_ref import for_rows, gumbel_at, gumbel_rows
 
 
 def smallest_kept(sorted_NK: Tensor, limit_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
@@ -32,15 +32,20 @@ def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) 
 
 def sample_tokens(
     logits_NV: Tensor,
-    temperature_N: Tensor,
-    top_k_N: Tensor,
-    top_p_N: Tensor,
-    min_p_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
     position_N: Tensor,
 ) -> Tensor:
-    """The token of every row, int64 [N]. `position_N` is that of the chosen token; `seed_N` holds 64 bits as int64."""
+    """The token of every row, int64 [N], in the N positions; each of the R settings is for N / R consecutive rows.
+
+    fp32 temperature (0: greedy), int32 top_k (0: off), fp32 top_p and min_p, int64 seed (64 bits), choice and position.
+    """
+    settings = for_rows(len(logits_NV), temperature_R, top_k_R, top_p_R, min_p_R, seed_R, choice_R)
+    temperature_N, top_k_N, top_p_N, min_p_N, seed_N, choice_N = settings
     greedy_N = temperature_N == 0
     x_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperature_N)[:, None]
     kept_NV = x_NV >= thresholds(x_NV, torch.where(greedy_N, 1, top_k_N), top_p_N, min_p_N)

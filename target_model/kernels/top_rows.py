@@ -1,10 +1,10 @@
 """The best K entries of long rows, and the rows' log sum exp, in two launches.
 
 values[n] are y[n, :] in descending order, ids[n] their columns; ties: lower column. lse[n] = log sum_v exp(y[n, v])
-y = x, or, noisy, x * scale[n] + gumbel(seed[n], choice[n], position[n], token of column v), as in gumbel.py
-N rows, V columns, S chunks and G groups of them. A program of `maxima_kernel` reads one chunk and keeps the maximum of
-every group; one of `best_kernel` reads the K groups of a row whose maxima are the largest, and sorts the best K of
-their entries. No K above 64.
+y = x, or, noisy, x * scale[r] + gumbel(seed[r], choice[r], position[r], token of column v), as in gumbel.py
+N rows, R settings, each for N / R consecutive rows, V columns, S chunks and G groups of them. A program of
+`maxima_kernel` reads one chunk and keeps the maximum of every group; one of `best_kernel` reads the K groups of a row
+whose maxima are the largest, and sorts the best K of their entries. No K above 64.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require, require_tensor
-from target_model.kernels.gumbel import noise_at, noise_tile
+from target_model.kernels.gumbel import noise_at, noise_tile, shared_by
 from target_model.kernels.top_rows_groups import (
     GROUP,
     NOTHING,
@@ -34,15 +34,16 @@ MAXIMA_WARPS, BEST_WARPS = 4, 8
 @triton.jit
 def maxima_kernel(
     x,  # [N, V]
-    scales,  # fp32 [N], read if NOISY
-    seeds,  # int64 [N], read if NOISY
-    choices,  # int64 [N], read if NOISY
-    positions,  # int64 [N], read if NOISY
+    scales,  # fp32 [R], read if NOISY
+    seeds,  # int64 [R], read if NOISY
+    choices,  # int64 [R], read if NOISY
+    positions,  # int64 [R], read if NOISY
     table,  # int64 [V], tokens of the columns, read if MAPPED
     maxima,  # int32 [N, G]
     tops,  # fp32 [N, S]
     sums,  # fp32 [N, S]
     V,
+    share,  # N / R
     CHUNK: tl.constexpr,
     NOISY: tl.constexpr,
     MAPPED: tl.constexpr,
@@ -55,12 +56,13 @@ def maxima_kernel(
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(x + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
     if NOISY:
-        seed, choice, position = tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n)
+        r = tl.program_id(0) // share
+        seed, choice, position = tl.load(seeds + r), tl.load(choices + r), tl.load(positions + r)
         if MAPPED:
             noise = noise_at(seed, choice, position, tl.load(table + v, mask=v < V, other=0).to(tl.int32))
         else:
             noise = noise_tile(seed, choice, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
-        value = value * tl.load(scales + n) + noise
+        value = value * tl.load(scales + r) + noise
     to = n * tl.num_programs(1) + chunk
     g = tl.arange(0, CHUNK // GROUP)
     key = tl.where(chunk * CHUNK + g * GROUP < V, ordered(group_maxima(value)), NOTHING)
@@ -73,10 +75,10 @@ def maxima_kernel(
 @triton.jit
 def best_kernel(
     x,  # [N, V]
-    scales,  # fp32 [N], read if NOISY
-    seeds,  # int64 [N], read if NOISY
-    choices,  # int64 [N], read if NOISY
-    positions,  # int64 [N], read if NOISY
+    scales,  # fp32 [R], read if NOISY
+    seeds,  # int64 [R], read if NOISY
+    choices,  # int64 [R], read if NOISY
+    positions,  # int64 [R], read if NOISY
     table,  # int64 [V], tokens of the columns, read if MAPPED
     maxima,  # int32 [N, G]
     tops,  # fp32 [N, S]
@@ -87,6 +89,7 @@ def best_kernel(
     ids,  # int64 [N, K]
     lse,  # fp32 [N]
     V,
+    share,  # N / R
     groups,
     splits,
     SPLITS: tl.constexpr,
@@ -108,8 +111,9 @@ def best_kernel(
         token = column
         if MAPPED:
             token = tl.load(table + column, mask=column < V, other=0).to(tl.int32)
-        noise = noise_at(tl.load(seeds + n), tl.load(choices + n), tl.load(positions + n), token)
-        value = value * tl.load(scales + n) + noise
+        r = tl.program_id(0) // share
+        noise = noise_at(tl.load(seeds + r), tl.load(choices + r), tl.load(positions + r), token)
+        value = value * tl.load(scales + r) + noise
     key = tl.where(column < V, ordered(value), NOTHING)
     place = places(key, largest_key(key, K, BLOCK), K)
     kept_keys, kept_columns = kept + n * K, kept + (tl.num_programs(0) + n) * K
@@ -137,32 +141,29 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best k entries of every row: values fp32 [N, k], the largest first, and their columns int64 [N, k], of equal
     values the lowest first; and log sum exp of the whole row, fp32 [N].
     """
-    return _run(x_NV, k, (x_NV,) * 5, noisy=False, mapped=False)
+    return _run(x_NV, k, (x_NV,) * 5, 1, noisy=False, mapped=False)
 
 
 def noisy_top_rows(
     x_NV: Tensor,
     k: int,
-    scale_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
-    position_N: Tensor,
+    scale_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
+    position_R: Tensor,
     tokens_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`top_rows` of x * scale + the Gumbel noise (see `gumbel_at`) of the columns' tokens, by default their numbers."""
     rows, vocab = x_NV.shape
-    require_tensor("scale", scale_N, (rows,), (torch.float32,))
-    for name, x in (("seed", seed_N), ("choice", choice_N), ("position", position_N)):
-        require_tensor(name, x, (rows,), (torch.int64,))
+    share = shared_by(rows, scale=scale_R, seed=seed_R, choice=choice_R, position=position_R)
     if tokens_V is not None:
         require_tensor("tokens", tokens_V, (vocab,), (torch.int64,))
-    table = x_NV if tokens_V is None else tokens_V
-    noise = (scale_N, seed_N, choice_N, position_N, table)
-    return _run(x_NV, k, noise, noisy=True, mapped=tokens_V is not None)
+    noise = (scale_R, seed_R, choice_R, position_R, x_NV if tokens_V is None else tokens_V)
+    return _run(x_NV, k, noise, share, noisy=True, mapped=tokens_V is not None)
 
 
 def _run(
-    x_NV: Tensor, k: int, noise: tuple[Tensor, ...], *, noisy: bool, mapped: bool
+    x_NV: Tensor, k: int, noise: tuple[Tensor, ...], share: int, *, noisy: bool, mapped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, vocab = x_NV.shape
     require_tensor("x", x_NV, (None, None), FLOATS)
@@ -176,13 +177,13 @@ def _run(
     groups = splits * chunk // GROUP.value
     maxima, tops, sums = new(rows, groups, dtype=torch.int32), new(rows, splits), new(rows, splits)
     maxima_kernel[(rows, splits)](
-        x_NV, *noise, maxima, tops, sums, vocab, CHUNK=chunk, NOISY=noisy, MAPPED=mapped, PDL=PDL,
+        x_NV, *noise, maxima, tops, sums, vocab, share, CHUNK=chunk, NOISY=noisy, MAPPED=mapped, PDL=PDL,
         **launch_options(MAXIMA_WARPS, 1),
     )  # fmt: skip
     slots, kept = new(rows, k, dtype=torch.int32), new(2, rows, k, dtype=torch.int32)
     values, ids, lse = new(rows, k), new(rows, k, dtype=torch.int64), new(rows)
     best_kernel[(rows,)](
-        x_NV, *noise, maxima, tops, sums, slots, kept, values, ids, lse, vocab, groups, splits,
+        x_NV, *noise, maxima, tops, sums, slots, kept, values, ids, lse, vocab, share, groups, splits,
         SPLITS=power_of_two(splits), WIDTH=max(block, power_of_two(groups)), K=k, BLOCK=block, NOISY=noisy,
         MAPPED=mapped, PDL=PDL, **launch_options(BEST_WARPS, 1),
     )  # fmt: skip

@@ -40,13 +40,27 @@ def sum_of_exponentials(x):
 
 
 @triton.jit
+def count_from(key, bound):
+    return tl.sum((key >= bound).to(tl.int32), 0)
+
+
+@triton.jit
 def largest_key(key, k, PARTS: tl.constexpr):
-    """The largest number that at least k of the keys reach, NOTHING if there is none; quickest for k <= PARTS."""
+    """The largest number that at least k of the keys reach, which are k or more; quickest for k <= PARTS."""
     best = tl.max(tl.reshape(key, [key.shape[0] // PARTS, PARTS]), 0)
-    low, high, found = tl.where(k <= PARTS, tl.min(best, 0), NOTHING), tl.max(best, 0) + 1, k - 1
+    low, high = tl.where(k <= PARTS, tl.min(best, 0), NOTHING), tl.max(best, 0) + 1
+    found = count_from(key, low)
+    while (found != k) & ((high >> 16) - (low >> 16) > 1):  # bf16 numbers differ in this half only, and often tie
+        middle = ((low >> 16) + (high >> 16) >> 1) << 16
+        count = count_from(key, middle)
+        if count >= k:
+            low, found = middle, count
+        else:
+            high = middle
+    high = tl.max(tl.where(key < high, key, NOTHING), 0) + 1
     while (found != k) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)
-        count = tl.sum((key >= middle).to(tl.int32), 0)
+        count = count_from(key, middle)
         if count >= k:
             low, found = middle, count
         else:

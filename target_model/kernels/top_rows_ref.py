@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from target_model.kernels.gumbel_ref import gumbel_at, gumbel_rows
+from target_model.kernels.gumbel_ref import for_rows, gumbel_at, gumbel_rows
 
 
 def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,15 +25,16 @@ def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def noisy_top_rows(
     x_NV: Tensor,
     k: int,
-    scale_N: Tensor,
-    seed_N: Tensor,
-    choice_N: Tensor,
-    position_N: Tensor,
+    scale_R: Tensor,
+    seed_R: Tensor,
+    choice_R: Tensor,
+    position_R: Tensor,
     tokens_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`top_rows` of x * scale + the Gumbel noise (see `gumbel_at`) of the columns' tokens, by default their numbers."""
+    scale_N, *keys = for_rows(len(x_NV), scale_R, seed_R, choice_R, position_R)
     if tokens_V is None:
-        noise_NV = gumbel_rows(seed_N, choice_N, position_N, x_NV.shape[1])
+        noise_NV = gumbel_rows(*keys, x_NV.shape[1])
     else:
-        noise_NV = gumbel_at(seed_N, choice_N, position_N, tokens_V.expand(x_NV.shape))
+        noise_NV = gumbel_at(*keys, tokens_V.expand(x_NV.shape))
     return top_rows(x_NV.float() * scale_N[:, None] + noise_NV, k)

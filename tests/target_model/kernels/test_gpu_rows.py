@@ -58,12 +58,12 @@ def parameters(rows: int) -> dict[str, torch.Tensor]:
 
     seed_N, choice_N, position_N = keys(rows)
     return {
-        "temperature_N": repeated(1.0, 0.7, 1.3, 0.0, 2.0, 1.0, 0.6, 1.0),
-        "top_k_N": repeated(0, 5, 40, 7, 3, 0, 200, 64, 40, dtype=torch.int32),
-        "top_p_N": repeated(1.0, 1.0, 0.9, 0.9, 0.5, 0.8, 1.0, 0.95, 0.95, 1.0),
-        "min_p_N": repeated(0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.2),
-        "seed_N": seed_N,
-        "choice_N": choice_N,
+        "temperature_R": repeated(1.0, 0.7, 1.3, 0.0, 2.0, 1.0, 0.6, 1.0),
+        "top_k_R": repeated(0, 5, 40, 7, 3, 0, 200, 64, 40, dtype=torch.int32),
+        "top_p_R": repeated(1.0, 1.0, 0.9, 0.9, 0.5, 0.8, 1.0, 0.95, 0.95, 1.0),
+        "min_p_R": repeated(0.0, 0.0, 0.0, 0.05, 0.0, 0.0, 0.2),
+        "seed_R": seed_N,
+        "choice_R": choice_N,
         "position_N": position_N,
     }
 
@@ -119,9 +119,9 @@ def test_sampled_tokens(scale):
 
 
 def is_near_tie(logits_V, n: int, settings: dict[str, torch.Tensor], token, other) -> bool:
-    x = logits_V / settings["temperature_N"][n]
-    noise = gumbel_rows(*(settings[name][n : n + 1] for name in ("seed_N", "choice_N", "position_N")), VOCAB)[0]
-    filters = [settings[name][n : n + 1] for name in ("top_k_N", "top_p_N", "min_p_N")]
+    x = logits_V / settings["temperature_R"][n]
+    noise = gumbel_rows(*(settings[name][n : n + 1] for name in ("seed_R", "choice_R", "position_N")), VOCAB)[0]
+    filters = [settings[name][n : n + 1] for name in ("top_k_R", "top_p_R", "min_p_R")]
     limit = sample_tokens_ref.thresholds(x[None], *filters).item()
     # How many values lie between the border and the lower of the two: rounding moves it by a place or so.
     lower = min(x[token].item(), x[other].item())

@@ -20,4 +20,6 @@ def test_noise_of_chosen_tokens_is_that_of_the_whole_row(count):
     columns = [torch.tensor(x) for x in (SEEDS, CHOICES, POSITIONS)]
     assert torch.equal(gumbel_ref.gumbel_at(*columns, ids), whole.gather(1, ids))
     out = gumbel_triton.gumbel_at(*(x.to(DEVICE) for x in (*columns, ids))).cpu()
+    shared = gumbel_triton.gumbel_at(*(x.to(DEVICE) for x in columns), ids.repeat_interleave(3, 0).to(DEVICE)).cpu()
+    assert torch.equal(shared, out.repeat_interleave(3, 0))
     torch.testing.assert_close(out, whole.gather(1, ids), rtol=1e-6, atol=2e-7)  # the logarithms differ in the last bit

@@ -9,6 +9,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = 12
 
 
+@pytest.fixture(autouse=True)
+def fresh_memory_holds_anything(monkeypatch):
+    honest = torch.empty
+
+    def poisoned(*shape, **options):
+        fresh = honest(*shape, **options)
+        return fresh.fill_(-3e38 if fresh.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 def both(logits_V: torch.Tensor, top_k: int, top_p: float = 1.0, min_p: float = 0.0) -> list[list[int]]:
     """Tokens of one row of logits under many seeds, by kernel and reference."""
     n = torch.arange(ROWS, device=DEVICE)
@@ -16,6 +27,19 @@ def both(logits_V: torch.Tensor, top_k: int, top_p: float = 1.0, min_p: float = 
     settings = (floats, torch.full_like(n, top_k).int(), top_p * floats, min_p * floats, n * 977, n % 2, n + 5)
     logits = logits_V.to(DEVICE).expand(ROWS, -1).contiguous()
     return [module.sample_tokens(logits, *settings).tolist() for module in (sample_tokens, sample_tokens_ref)]
+
+
+def test_settings_are_for_consecutive_rows():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    columns = [torch.tensor(each, device=DEVICE) for each in ([1.0, 0.0], [0.9, 1.0], [0.0, 0.1], [7, -9], [0, 2])]
+    temperature, top_p, min_p, seed, choice = columns
+    settings = (temperature, torch.tensor([5, 0], dtype=torch.int32, device=DEVICE), top_p, min_p, seed, choice)
+    position = torch.tensor([4, 5, 6, 4, 5, 6], device=DEVICE)
+    for module in (sample_tokens, sample_tokens_ref):
+        alone = module.sample_tokens(logits, *(each.repeat_interleave(3) for each in settings), position)
+        assert torch.equal(module.sample_tokens(logits, *settings, position), alone)
+    with pytest.raises(ValueError, match="6 rows cannot share 4 settings"):
+        sample_tokens.sample_tokens(logits, *(each.repeat(2) for each in settings), position)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])

@@ -60,6 +60,8 @@ def test_noisy_entries(mapped, dtype):
         assert torch.equal(ids, want[1]), module.__name__
         torch.testing.assert_close(values, want[0])
         torch.testing.assert_close(lse, want[2])
+        shared = module.noisy_top_rows(x.repeat_interleave(2, 0), 7, scale, *keys, tokens)
+        assert torch.equal(shared[1], ids.repeat_interleave(2, 0))
 
 
 def test_more_than_it_can_keep_is_an_error():

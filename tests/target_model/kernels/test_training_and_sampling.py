@@ -45,8 +45,8 @@ def columns(rows: int) -> dict[str, torch.Tensor]:
     min_p = torch.tensor([0.0, 0.0, 0.0, 0.05, 0.0, 0.0])[:rows]
     seed = torch.tensor([1, 2**40 + 7, -5, 4, 5, 6])[:rows]
     position = torch.tensor([0, 11, 500_000, 3, 4, 5])[:rows]
-    parts = {"temperature_N": temperature, "top_k_N": top_k, "top_p_N": top_p, "min_p_N": min_p}
-    parts |= {"seed_N": seed, "choice_N": torch.arange(rows), "position_N": position}
+    parts = {"temperature_R": temperature, "top_k_R": top_k, "top_p_R": top_p, "min_p_R": min_p}
+    parts |= {"seed_R": seed, "choice_R": torch.arange(rows), "position_N": position}
     return {name: x.to(DEVICE) for name, x in parts.items()}
 
 
@@ -62,7 +62,7 @@ def test_sample_tokens(vocab):
 def test_top_k_of_one_is_greedy_and_equal_values_stay_together():
     logits = torch.zeros(6, 40, device=DEVICE)
     logits[:, 7] = 1.0
-    arguments = columns(6) | {"top_k_N": torch.ones(6, dtype=torch.int32, device=DEVICE)}
+    arguments = columns(6) | {"top_k_R": torch.ones(6, dtype=torch.int32, device=DEVICE)}
     assert sample_tokens.sample_tokens(logits, **arguments).tolist() == [7] * 6
     logits[:, 9] = 1.0
     assert set(sample_tokens.sample_tokens(logits.repeat(4, 1), **{
@@ -82,10 +82,10 @@ def test_more_equal_values_than_candidates():
 
 def test_noise_is_the_one_of_the_engine():
     logits, arguments = torch.zeros(3, 4096, device=DEVICE), columns(3)
-    arguments["temperature_N"] = torch.ones(3, device=DEVICE)
-    arguments["top_k_N"] = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    arguments["top_p_N"] = torch.ones(3, device=DEVICE)
-    keys = (arguments["seed_N"].tolist(), arguments["choice_N"].tolist(), arguments["position_N"].tolist())
+    arguments["temperature_R"] = torch.ones(3, device=DEVICE)
+    arguments["top_k_R"] = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    arguments["top_p_R"] = torch.ones(3, device=DEVICE)
+    keys = (arguments["seed_R"].tolist(), arguments["choice_R"].tolist(), arguments["position_N"].tolist())
     assert torch.equal(sample_tokens.sample_tokens(logits, **arguments), gumbel(*keys, 4096, DEVICE).argmax(-1))
 
 
