@@ -268,7 +268,7 @@ def two_products(
     tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
     act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)
     constants = {
-        "E": experts, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "SEPARATE": tile.separate,
+        "E": experts if len(operands) > 2 else 0, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "SEPARATE": tile.separate,
         "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
         **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages, tile.registers),
     }  # fmt: skip
