@@ -268,9 +268,9 @@ def two_products(
     tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
     act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)
     constants = {
-        "E": experts if len(operands) > 2 else 0, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m, "SEPARATE": tile.separate,
-        "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED, "PDL": PDL,
-        **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages, tile.registers),
+        "E": experts if len(operands) > 2 else 0, "H": hidden, "I": width, "IP": padded, "BLOCK_M": tile.block_m,
+        "SEPARATE": tile.separate, "PLANNED": planned is not None, "SHARED": len(operands) > 2, "UPCAST": INTERPRETED,
+        "PDL": PDL, **w13.constants, **tile.order, **launch_options(tile.num_warps, tile.num_stages, tile.registers),
     }  # fmt: skip
     up_kernel[(cdiv(padded, tile.block_w // 2), tiles)](
         x, *w13.tensors, *shared13.tensors, *(planned or (y, y)), act, pairs, *activation, HP=x.shape[1], N=per_token,
