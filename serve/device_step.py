@@ -248,12 +248,9 @@ class DeviceStep:
         if size.noise is Noise.NONE:
             return logits_TV.argmax(-1).view_as(depth_RN)
 
-        def each(row_R: Tensor) -> Tensor:
-            return row_R.repeat_interleave(size.nodes)
-
-        filters = [each(row_R) for row_R in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)]
+        filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
         position_T = (rows.position[:, None] + depth_RN).flatten()
-        return ops.sample_tokens(logits_TV, *filters, each(rows.seed), each(rows.choice), position_T).view_as(depth_RN)
+        return ops.sample_tokens(logits_TV, *filters, rows.seed, rows.choice, position_T).view_as(depth_RN)
 
     def _follow(
         self,

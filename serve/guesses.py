@@ -158,9 +158,9 @@ class DeviceGuesses:
         values_RWC, place_RWC = torch.where(greedy_R11, values_RWK, noisy_RWK).topk(width, dim=-1)
         ids_RWC = ids_RWK.gather(-1, place_RWC)
         if self.noise is Noise.ALL:
-            scale_N = (SURENESS / self.rows.temperature.clamp(min=1e-6)).repeat_interleave(nodes[1])
+            scale_R = SURENESS / self.rows.temperature.clamp(min=1e-6)
             tokens_V = self.target_ids if self.draft.config.pruned else None
-            found = ops.noisy_top_rows(logits_RWV.flatten(0, 1), width, scale_N, *self._keys(level, nodes[1]), tokens_V)
+            found = ops.noisy_top_rows(logits_RWV.flatten(0, 1), width, scale_R, *self._keys(level), tokens_V)
             whole = [each.view(*nodes, -1) for each in found]
             open_R11 = ~greedy_R11 & ((self.rows.top_k == 0) | (self.rows.top_k > CANDIDATES))[:, None, None]
             values_RWC, ids_RWC, total_RW1 = (
@@ -172,13 +172,11 @@ class DeviceGuesses:
         """Nothing here depends on the path."""
 
     def _noise(self, level: int, ids_RWK: Tensor) -> Tensor:
-        keys = self._keys(level, ids_RWK.shape[1])
-        return ops.gumbel_at(*keys, self.target_ids[ids_RWK].flatten(0, 1)).view(ids_RWK.shape)
+        return ops.gumbel_at(*self._keys(level), self.target_ids[ids_RWK].flatten(0, 1)).view(ids_RWK.shape)
 
-    def _keys(self, level: int, nodes: int) -> list[Tensor]:
-        """Seed, choice and position of the tokens behind `nodes` nodes of each sequence, [R * nodes] each."""
-        rows = self.rows
-        return [row_R.repeat_interleave(nodes) for row_R in (rows.seed, rows.choice, rows.position + level - 1)]
+    def _keys(self, level: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Seed, choice and position of the tokens behind the nodes of each sequence."""
+        return self.rows.seed, self.rows.choice, self.rows.position + (level - 1)
 
     def _scaled(self, values_RWK: Tensor) -> Tensor:
         return values_RWK * SURENESS / self.rows.temperature.clamp(min=1e-6)[:, None, None]

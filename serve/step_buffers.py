@@ -21,7 +21,7 @@ Mark = torch.cuda.Event | float
 Marks = tuple[Mark, Mark]  # begin and end
 Sent = tuple[Tensor, Mark]  # a result on its way to this place on the host, and when it is there
 
-# Columns of what the host sends for each sequence.
+# What the host sends for each sequence.
 _INTEGERS = ("root", "length", "limit", "wanted", "top_k", "seed", "choice")
 _FLOATS = ("temperature", "top_p", "min_p")
 # A padded sequence: one decided token, greedy, nothing to draft.
@@ -125,8 +125,8 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(sequences, *shape, dtype=dtype, device=device)
 
-        self._host_integers, self._integers = pair(sequences, len(_INTEGERS), dtype=torch.int64)
-        self._host_floats, self._floats = pair(sequences, len(_FLOATS), dtype=torch.float32)
+        self._host_integers, self._integers = pair(len(_INTEGERS), sequences, dtype=torch.int64)
+        self._host_floats, self._floats = pair(len(_FLOATS), sequences, dtype=torch.float32)
         self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
         host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
         # Two, since a result may be sent before the one before it has been read.
@@ -149,20 +149,20 @@ class StepBuffers:
 
     @property
     def root_R(self) -> Tensor:
-        return self._integers[:, 0]
+        return self._integers[0]
 
     @property
     def limit_R(self) -> Tensor:
-        return self._integers[:, 2]
+        return self._integers[2]
 
     @property
     def wanted_R(self) -> Tensor:
-        return self._integers[:, 3]
+        return self._integers[3]
 
     def settings(self) -> RowSettings:
         """How the sequences' tokens are chosen."""
-        _, length_R, _, _, top_k_R, seed_R, choice_R = self._integers.unbind(1)
-        temperature_R, top_p_R, min_p_R = self._floats.unbind(1)
+        _, length_R, _, _, top_k_R, seed_R, choice_R = self._integers
+        temperature_R, top_p_R, min_p_R = self._floats
         return RowSettings(temperature_R, top_p_R, min_p_R, top_k_R.int(), seed_R, choice_R, length_R)
 
     def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> bool:
@@ -175,12 +175,12 @@ class StepBuffers:
             seed = signed64(sequence.seed % 2**64)
             keep = 0 if wanted is None else wanted[r]
             choice = sequence.request.choice_index
-            integers.append((sequence.token_ids[-1], length, limits[r], keep, params.top_k, seed, choice))
+            integers.append((sequence.token_ids[-1], length, limits[r], keep, min(params.top_k, 2**31 - 1), seed, choice))
             floats.append((params.temperature, params.top_p, params.min_p))
         padding = len(self._written) - len(sequences)
         self._wait(self._loaded)
-        self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding))
-        self._host_floats.copy_(torch.tensor(floats + [_NOTHING[1]] * padding))
+        self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding).T)
+        self._host_floats.copy_(torch.tensor(floats + [_NOTHING[1]] * padding).T)
         self._integers.copy_(self._host_integers, non_blocking=True)
         self._floats.copy_(self._host_floats, non_blocking=True)
         self.load_table(sequences)
@@ -229,7 +229,7 @@ class StepBuffers:
     def advance(self, root_R: Tensor, tokens_R: Tensor) -> None:
         """So many tokens have been decided, this one the last: the next trees may grow before the host knows."""
         self.root_R.copy_(root_R)
-        self._integers[:, 1] += tokens_R
+        self._integers[1] += tokens_R
         self.limit_R.sub_(tokens_R)
 
     def send_result(self) -> Sent:
