@@ -237,7 +237,7 @@ def run_experts(
                      all_per_token, (order, tile_expert))  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     weighted_sum_kernel[(rows, cdiv(hidden, 1024))](
-        y, weights_TN, out, H=hidden, N=per_token, SHARED=shared is not None, BLOCK_H=1024, PDL=PDL,
+        y, weights_TN, out, H=hidden, N=per_token, SPLITS=1, SHARED=shared is not None, BLOCK_H=1024, PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
     return out
@@ -284,6 +284,7 @@ def two_products(
         y,
         pairs,
         BLOCK_H=tile.block_w,
+        SPLITS=1,
         **constants,
     )
     return y

@@ -29,14 +29,15 @@ from target_model.kernels.moe_widen import (
 
 
 @triton.jit
-def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, W: tl.constexpr, ROWS: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr,
-            RUN: tl.constexpr, SEPARATE: tl.constexpr, MASKED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
-    """weights[rows] . x^T, fp32 [ROWS, BLOCK_M]; row_at, x_at: int64 row numbers of the [.., W] weights, and where rows
-    of x begin."""
+def product(weights, scales, row_numbers, row_at, row_ok, x, x_at, x_ok, begin, end, W: tl.constexpr,
+            ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+            ROW: tl.constexpr, RUN: tl.constexpr, SEPARATE: tl.constexpr, MASKED: tl.constexpr,
+            UPCAST: tl.constexpr):  # fmt: skip
+    """weights[rows] . x^T over columns begin .. end, fp32 [ROWS, BLOCK_M]; row_at, x_at: int64 row numbers of the
+    [.., W] weights, and where rows of x begin."""
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
     acc1, acc2, acc3 = acc, acc, acc
-    for first in range(0, W, BLOCK_K):
+    for first in range(begin, end, BLOCK_K):
         acc, acc1, acc2, acc3 = product_step(
             weights, scales, row_at, row_ok, x, x_at, x_ok, first, acc, acc1, acc2, acc3, W, ROWS, BLOCK_K, FORMAT,
             GROUP, RUN, SEPARATE, MASKED, UPCAST,
@@ -184,8 +185,8 @@ def up_tile(x, w13, w13_scale, w13_row, expert, order, act, rows, alpha, limit, 
     column = column_of(first + own // SHARE * (BLOCK_K // PER) + own % SHARE, PER, BLOCK_K, RUN)
     w_row = expert.to(tl.int64) * (2 * I) + column + row // 8 % 2 * I
     MASKED: tl.constexpr = H % BLOCK_K != 0 or I % BLOCK_I != 0 or I != IP
-    acc = product(w13, w13_scale, w13_row, w_row, column < I, x, token.to(tl.int64) * HP, pair >= 0, H, 2 * BLOCK_I,
-                  BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
+    acc = product(w13, w13_scale, w13_row, w_row, column < I, x, token.to(tl.int64) * HP, pair >= 0, 0, H, H,
+                  2 * BLOCK_I, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
     acc = tl.permute(tl.reshape(acc, [BLOCK_I // 8, 2, 8, BLOCK_M]), [0, 2, 3, 1])
     gate, up = tl.split(tl.reshape(acc, [BLOCK_I, BLOCK_M, 2]))
     gate = gate.to(act.dtype.element_ty).to(tl.float32)  # the projection's own rounding
@@ -218,7 +219,7 @@ def down_kernel(
     shared_row,
     order,  # int32 [tiles * BLOCK_M] with PLANNED
     tile_expert,  # int32 [tiles] with PLANNED
-    y,  # [T * N, H]
+    y,  # [T * N * SPLITS, H]: the columns of w2 are split over programs
     rows,
     E: tl.constexpr,
     H: tl.constexpr,
@@ -231,6 +232,7 @@ def down_kernel(
     GROUP: tl.constexpr,
     ROW: tl.constexpr,
     RUN: tl.constexpr,
+    SPLITS: tl.constexpr,
     SEPARATE: tl.constexpr,
     PLANNED: tl.constexpr,
     SHARED: tl.constexpr,
@@ -248,34 +250,40 @@ def down_kernel(
             w2, w2_scale, w2_row, expert = shared, shared_scale, shared_row, expert * 0
     if half_empty(order, BLOCK_M, FORMAT, PLANNED):
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M // 2, BLOCK_H, BLOCK_K,
-                  FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+                  FORMAT, GROUP, ROW, RUN, SPLITS, SEPARATE, PLANNED, UPCAST)  # fmt: skip
     else:
         down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H, I, IP, BLOCK_M, BLOCK_M, BLOCK_H, BLOCK_K,
-                  FORMAT, GROUP, ROW, RUN, SEPARATE, PLANNED, UPCAST)  # fmt: skip
+                  FORMAT, GROUP, ROW, RUN, SPLITS, SEPARATE, PLANNED, UPCAST)  # fmt: skip
 
 
 @triton.jit
 def down_tile(act, w2, w2_scale, w2_row, expert, order, y, rows, H: tl.constexpr, I: tl.constexpr,  # noqa: E741
               IP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
               BLOCK_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, ROW: tl.constexpr, RUN: tl.constexpr,
-              SEPARATE: tl.constexpr, PLANNED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+              SPLITS: tl.constexpr, SEPARATE: tl.constexpr, PLANNED: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """The first BLOCK_M places of a tile of STRIDE."""
     m, pair = places(order, rows, STRIDE, BLOCK_M, PLANNED)
     h = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     MASKED: tl.constexpr = I % BLOCK_K != 0 or H % BLOCK_H != 0
-    acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, I,
-                  BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
-    to = y + pair.to(tl.int64)[None, :] * H + h[:, None]
+    begin, end = 0, I
+    if SPLITS > 1:
+        SHARE: tl.constexpr = ((I + BLOCK_K - 1) // BLOCK_K + SPLITS - 1) // SPLITS * BLOCK_K
+        begin = tl.program_id(2) * SHARE
+        end = tl.minimum(begin + SHARE, I)
+    acc = product(w2, w2_scale, w2_row, expert.to(tl.int64) * H + h, h < H, act, m.to(tl.int64) * IP, pair >= 0, begin,
+                  end, I, BLOCK_H, BLOCK_M, BLOCK_K, FORMAT, GROUP, ROW, RUN, SEPARATE, MASKED, UPCAST)  # fmt: skip
+    to = y + (pair.to(tl.int64) * SPLITS + tl.program_id(2))[None, :] * H + h[:, None]
     tl.store(to, acc.to(y.dtype.element_ty), mask=(pair >= 0)[None, :] & (h < H)[:, None])
 
 
 @triton.jit
 def weighted_sum_kernel(
-    y,  # [T * N, H], with SHARED [T * (N + 1), H]
+    y,  # [T * N * SPLITS, H], with SHARED [T * (N + 1) * SPLITS, H]
     weights,  # fp32 [T, N]
     out,  # [T, H]
     H: tl.constexpr,
     N: tl.constexpr,
+    SPLITS: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
@@ -288,11 +296,18 @@ def weighted_sum_kernel(
     ALL: tl.constexpr = N + 1 if SHARED else N
     total = tl.zeros([BLOCK_H], tl.float32)
     if SHARED:
-        total += tl.load(y + (t * ALL + N) * H + h, mask=h < H, other=0.0).to(tl.float32)
+        total += sum_of_splits(y, t * ALL + N, h, H, H, SPLITS)
     for n in tl.static_range(N):
         weight = tl.load(weights + t * N + n)
         # Pairs of weight 0 belong to experts that are not here: nothing was written for them.
-        written = tl.where(weight != 0, H, 0)
-        part = tl.load(y + (t * ALL + n) * H + h, mask=h < written, other=0.0).to(tl.float32)
-        total += part * weight
+        total += sum_of_splits(y, t * ALL + n, h, tl.where(weight != 0, H, 0), H, SPLITS) * weight
     tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)
+
+
+@triton.jit
+def sum_of_splits(y, pair, h, written, H: tl.constexpr, SPLITS: tl.constexpr):
+    """A pair's numbers, of which the first `written` exist."""
+    total = tl.load(y + pair * SPLITS * H + h, mask=h < written, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(y + (pair * SPLITS + split) * H + h, mask=h < written, other=0.0).to(tl.float32)
+    return total

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from target_model.kernels.common import INTERPRETED, PDL, cdiv, launch_options, require_tensor
 from target_model.kernels.moe import Operand, Tile, Weight, arrange, operand, two_products
-from target_model.kernels.moe_gemm import down_kernel, factors
+from target_model.kernels.moe_gemm import down_kernel, factors, weighted_sum_kernel
 from target_model.kernels.moe_widen import UNSCALE, numbers_per_word, widen_word
 from target_model.layers import clamped_swiglu
 from target_model.quantised import TILE_ROWS, QuantisedWeight
 
 # From here on widening the weight in memory costs less than widening it again for every tile of rows.
 MANY_ROWS = 512
+# Programs that fill the device; where there are fewer, columns are split over programs.
+PROGRAMS = 400
 
 
 def linear(x_TK: Tensor, weight_NK: QuantisedWeight) -> Tensor:
@@ -31,13 +33,20 @@ def linear(x_TK: Tensor, weight_NK: QuantisedWeight) -> Tensor:
         return torch.cat([F.linear(x_TK, widened(weight, first)) for first in range(0, outputs, TILE_ROWS)], dim=-1)
     tile = linear_shape(rows, outputs)
     x = arrange(x_TK, tile, weight.per)
+    programs = cdiv(outputs, tile.block_w) * cdiv(rows, tile.block_m)
+    splits = max(1, min(PROGRAMS // programs, columns // tile.block_k // 2, 8))
     y = x_TK.new_empty(rows, outputs)
-    down_kernel[(cdiv(outputs, tile.block_w), cdiv(rows, tile.block_m))](
-        x, *weight.tensors, *weight.tensors, y, y, y, rows, E=0, H=outputs, I=columns, IP=x.shape[1],
-        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, SEPARATE=tile.separate, PLANNED=False,
+    parts = y if splits == 1 else y.new_empty(rows * splits, outputs, dtype=torch.float32)
+    down_kernel[(cdiv(outputs, tile.block_w), cdiv(rows, tile.block_m), splits)](
+        x, *weight.tensors, *weight.tensors, y, y, parts, rows, E=0, H=outputs, I=columns, IP=x.shape[1],
+        BLOCK_M=tile.block_m, BLOCK_H=tile.block_w, SPLITS=splits, SEPARATE=tile.separate, PLANNED=False,
         SHARED=False, UPCAST=INTERPRETED, PDL=PDL, **tile.order, **weight.constants,
         **launch_options(tile.num_warps, tile.num_stages),
     )  # fmt: skip
+    if splits > 1:
+        weighted_sum_kernel[(rows, cdiv(outputs, 1024))](
+            parts, parts, y, H=outputs, N=0, SPLITS=splits, SHARED=True, BLOCK_H=1024, PDL=PDL, **launch_options(4, 1)
+        )
     return y
 
 

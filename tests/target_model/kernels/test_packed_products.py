@@ -36,8 +36,9 @@ ALLOWED = 0.005 if DEVICE == "cuda" else 0.01
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 192, 200), (21, 320, 72)])
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(1, 192, 200), (21, 320, 72), (2, 2080, 40)])
 def test_linear(form, rows, columns, outputs):
+    """Edges that no tile divides; columns split over programs where there are many for few outputs."""
     x, weight = random_rows(rows, columns), random_weight(form, outputs, columns)
     assert relative(packed_products.linear(x, weight), packed_products_ref.linear(x.float(), weight)) < ALLOWED
 
