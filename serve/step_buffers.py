@@ -175,7 +175,8 @@ class StepBuffers:
             seed = signed64(sequence.seed % 2**64)
             keep = 0 if wanted is None else wanted[r]
             choice = sequence.request.choice_index
-            integers.append((sequence.token_ids[-1], length, limits[r], keep, min(params.top_k, 2**31 - 1), seed, choice))
+            top_k = min(params.top_k, 2**31 - 1)
+            integers.append((sequence.token_ids[-1], length, limits[r], keep, top_k, seed, choice))
             floats.append((params.temperature, params.top_p, params.min_p))
         padding = len(self._written) - len(sequences)
         self._wait(self._loaded)
