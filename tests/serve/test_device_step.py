@@ -98,6 +98,38 @@ def test_plain_steps_run_ahead_of_the_host(target):
         assert (engine.scheduler.preemptions > 0) == (pages == 24)
 
 
+@pytest.mark.parametrize("tick", range(4, 12))
+def test_a_plain_step_ahead_is_dropped_when_the_general_way_has_come_between(target, tick):
+    """One request takes the other two the general way for a single step."""
+    wishes = [GREEDY, GREEDY, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=1)]
+    requests = [Request(str(i), prompts(LENGTHS)[i + 1], wish) for i, wish in enumerate(wishes)]
+    done = drive(Engine(target, device_step=True), requests, {"2": tick})
+    for request in requests:
+        (expected,) = Engine(target).generate([request.prompt_ids], request.params)
+        assert done[request.id].token_ids == expected.token_ids
+
+
+def test_a_plain_step_ahead_is_dropped_with_the_pages_that_it_wrote_to(target, answers):
+    """A preempted sequence comes back in other pages."""
+    prompt = prompts(LENGTHS)[2]
+    engine = Engine(target, device_step=True)
+    engine.add(Request("a", prompt, GREEDY))
+    for _ in range(6):
+        engine.step()
+    scheduler = engine.scheduler
+    (entry,) = scheduler.running
+    before = list(entry[2].pages)
+    scheduler.running.clear()
+    scheduler.allocator.release(entry[2].pages)
+    entry[2].restart([], 0)
+    scheduler.waiting.append(entry)
+    kept = scheduler.allocator.allocate(len(before))  # somebody else has them now
+    while engine.has_work():
+        engine.step()
+    assert before[-1] in kept
+    assert entry[2].token_ids[len(prompt) :] == answers["greedy"][tuple(prompt)]
+
+
 def test_preemption(target, answers):
     engine = scripted_engine(target, answers["greedy"], TreeConfig(3, 2, 6), agreement=0.5, pages=24, device_step=True)
     completions = engine.generate(prompts(LENGTHS), GREEDY)
