@@ -7,10 +7,11 @@ steps 1..k, itself included.
     out[p] = softmax([q[p] . k0[p' <= p], q[p] . k1[p], ..., q[p] . kk[p]] * scale) @ [v0[p' <= p], v1[p], ..., vk[p]]
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from target_model.errors import UserError
 from target_model.kernels import ops
 from train.features import DraftBlocks
 
@@ -89,20 +90,37 @@ def flash_attention(
     documents_RS: Tensor,
     packed: bool,
     scale: float,
+    segments: "Segments | None" = None,
 ) -> Tensor:
-    """The same through PyTorch's flash attention, without the S x S scores. Document masks (packed) need CPU, and
-    chosen blocks the other implementation.
+    """The same through PyTorch's flash attention, without the S x S scores. Packed documents are sequences of their own
+    on CUDA (`segments`, by default worked out here) and a mask on a CPU; chosen blocks need the other implementation.
     """
     groups = q_RSQD.shape[2] // k0_RSKD.shape[2]
     mask = None
-    if packed:
-        if q_RSQD.is_cuda:
-            raise UserError(
-                "ttt.attention: flash does not mask packed documents on CUDA; use explicit or data.packing=false"
-            )
+    if packed and q_RSQD.is_cuda:
+        mask = segments or Segments.of(documents_RS)
+    elif packed:
         mask = torch.zeros((), dtype=q_RSQD.dtype).masked_fill(~visible_keys(documents_RS), float("-inf"))
     k0, v0 = (x if groups == 1 else x.repeat_interleave(groups, 2) for x in (k0_RSKD, v0_RSKD))
     return _FlashWithColumns.apply(q_RSQD, k0, v0, mask, scale, *own_k, *own_v)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The documents of packed rows, one row after the other: where each begins among the R * S rows and where the last
+    ends, int32 [N + 1], and the length of the longest.
+    """
+
+    starts: Tensor
+    longest: int
+
+    @staticmethod
+    def of(documents_RS: Tensor) -> "Segments":
+        """Waits for the device. A document is a run of equal numbers."""
+        begins_RS = torch.ones_like(documents_RS, dtype=torch.bool)
+        begins_RS[:, 1:] = documents_RS[:, 1:] != documents_RS[:, :-1]
+        starts = torch.cat([begins_RS.flatten().nonzero()[:, 0], documents_RS.new_tensor([documents_RS.numel()])])
+        return Segments(starts.int(), int(starts.diff().max()))
 
 
 class _FlashWithColumns(torch.autograd.Function):
@@ -123,14 +141,15 @@ class _FlashWithColumns(torch.autograd.Function):
             keys, values = rows[3 : 3 + len(own) // 2], rows[3 + len(own) // 2 :]
             merged, merged_lse = ops.merge_column(*rows[:3], keys, values, scale)
             out, lse = merged.view_as(q), merged_lse.unflatten(0, q.shape[:2]).transpose(1, 2).contiguous()
-        ctx.save_for_backward(q, k0, v0, out, lse, *own, *(x for x in (mask,) if x is not None))
-        ctx.state, ctx.scale, ctx.masked = state, scale, mask is not None
+        masked = isinstance(mask, Tensor)
+        ctx.save_for_backward(q, k0, v0, out, lse, *own, *((mask,) if masked else ()))
+        ctx.state, ctx.scale, ctx.masked, ctx.segments = state, scale, masked, None if masked else mask
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        mask = own.pop() if ctx.masked else None
+        mask = own.pop() if ctx.masked else ctx.segments
         heads_first = _heads_first(grad_out, q, k0, v0, out)
         dq, dk0, dv0 = _heads_first(*_flash_backward(*heads_first, lse, mask, ctx.state, ctx.scale))
         if not own:
@@ -147,8 +166,14 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float):
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None, scale: float):
     """(output, log-sum-exp fp32 [R, Q, S], what the backward kernel wants back)."""
+    if isinstance(mask, Segments):
+        place = mask.starts, mask.starts, mask.longest, mask.longest
+        rows = [x.flatten(0, 1) for x in _heads_first(q, k, v)]
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(*rows, *place, 0.0, True, False, scale=scale)
+        shape = q.shape[0], q.shape[2]
+        return out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1), tuple(state)
     if q.is_cuda:
         out, lse, _, _, max_q, max_k, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, True, return_debug_mask=False, scale=scale
@@ -161,6 +186,12 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: 
 
 
 def _flash_backward(grad: Tensor, q, k, v, out, lse, mask, state: tuple, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(mask, Segments):
+        place = mask.starts, mask.starts, mask.longest, mask.longest
+        rows = [x.flatten(0, 1).contiguous() for x in _heads_first(grad, q, k, v, out)]
+        lse = lse.transpose(0, 1).flatten(1).contiguous()
+        grads = torch.ops.aten._flash_attention_backward(*rows, lse, *place, 0.0, True, *state, scale=scale)
+        return tuple(x.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2) for x in grads)
     if q.is_cuda:
         max_q, max_k, seed, offset = state
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(

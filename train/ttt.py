@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draft_model.model import Eagle3Draft
 from target_model.errors import UserError
-from train.attention import chosen_keys, explicit_attention, flash_attention
+from train.attention import Segments, chosen_keys, explicit_attention, flash_attention
 from train.features import Features
 
 AttentionKind = Literal["auto", "explicit", "flash"]
@@ -91,7 +91,10 @@ def choose_attention(kind: AttentionKind, features: Features, num_heads: int) ->
         chosen = chosen_keys(features.blocks, features.positions, num_heads)
         return partial(explicit_attention, chosen_RQSS=chosen)
     half = features.aux.dtype in (torch.bfloat16, torch.float16)
-    possible = half and not features.packed if features.aux.is_cuda else not half
     if kind == "auto":
-        kind = "flash" if possible else "explicit"
-    return flash_attention if kind == "flash" else explicit_attention
+        kind = "flash" if half == features.aux.is_cuda else "explicit"
+    if kind == "explicit":
+        return explicit_attention
+    if features.packed and features.aux.is_cuda:
+        return partial(flash_attention, segments=Segments.of(features.documents))
+    return flash_attention

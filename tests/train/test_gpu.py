@@ -15,19 +15,22 @@ from train.loss import Teacher
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("own", [0, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "length"), [(8, 8, 32, 512), (8, 2, 64, 333), (4, 4, 128, 97)])
-def test_flash_is_as_exact_as_bf16_allows(own, heads, kv_heads, dim, length):
+def test_flash_is_as_exact_as_bf16_allows(packed, own, heads, kv_heads, dim, length):
     """Output and all gradients: error to fp64 at most twice that of the explicit definition in bf16."""
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = [(3, length, heads, dim)] + [(3, length, kv_heads, dim)] * (2 + 2 * own)
     values = [torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for shape in shapes]
     upstream = torch.randn(shapes[0], device="cuda", generator=generator, dtype=torch.bfloat16)
     documents = torch.ones(3, length, dtype=torch.int64, device="cuda")
+    if packed:  # one whole row, documents of several lengths, and padding
+        documents[1, 40:], documents[1, 41:], documents[2, length // 2 :], documents[2, -7:] = 2, 3, 2, 0
 
     def run(attend, dtype) -> list[torch.Tensor]:
         q, k, v, *rest = (value.to(dtype).requires_grad_() for value in values)
-        out = attend(q, k, v, rest[:own], rest[own:], documents, False, dim**-0.5)
+        out = attend(q, k, v, rest[:own], rest[own:], documents, packed, dim**-0.5)
         (out * upstream.to(dtype)).sum().backward()
         return [out.detach(), *(tensor.grad for tensor in (q, k, v, *rest))]
 

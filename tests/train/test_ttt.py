@@ -12,7 +12,7 @@ from tests.draft_model.drafts import random_draft
 from tests.fixtures import random_target
 from tests.train.batches import random_features
 from tests.train.naive import naive_unroll
-from train.attention import explicit_attention, flash_attention
+from train.attention import Segments, explicit_attention, flash_attention
 from train.features import Features
 from train.ttt import unroll, valid_rows
 
@@ -159,3 +159,10 @@ def test_recomputing_the_layer_gives_the_same_gradients_and_keeps_less():
     assert kept[1] < 0.6 * kept[0]
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_segments_are_the_runs_of_equal_documents():
+    documents = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1], [1, 2, 3, 3, 0, 0]])
+    segments = Segments.of(documents)
+    assert segments.starts.tolist() == [0, 2, 5, 6, 12, 13, 14, 16, 18] and segments.longest == 6
+    assert segments.starts.dtype == torch.int32
