@@ -173,7 +173,8 @@ class DeviceStep:
         half lies in buffers outside of it.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another thread of the server may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         self._pool = graph.pool()
         return graph.replay

@@ -19,6 +19,7 @@ from serve.synthetic import SyntheticAcceptance
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
 from target_model.cache import PagedCache
+from target_model.kernels import ops
 from target_model.model import TargetModel, TargetOutput
 
 PLAIN_STEPS = 32
@@ -77,7 +78,8 @@ class Runner:
         self.clock = Clock()
         self.device_step = None
         if device_step:
-            graphs = self.device.type == "cuda"
+            # The references of the kernels wait for the device, which a graph cannot.
+            graphs = self.device.type == "cuda" and ops.override != "reference"
             self.device_step = DeviceStep(target, drafter, cache, graphs=graphs, synthetic=synthetic)
 
     @torch.inference_mode()
