@@ -67,9 +67,9 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("whole", lambda row: "-" if row.whole is None else f"{row.whole:.2f}"),
 )
 LEGEND = (
-    "Milliseconds of a step. kernels: sum of their times on the device; over: wall beyond them, below 0 where kernels "
-    "overlap; bytes: what a step reads, at the copy bandwidth. x plain: tokens/s over plain decoding; promised: by the "
-    "bytes; reached: x plain / promised; whole: promised for the target with all of its layers."
+    "Milliseconds of a step. kernels: in which the device ran one; over: wall beyond them; bytes: what a step reads, "
+    "at the copy bandwidth. x plain: tokens/s over plain decoding; promised: by the bytes; reached: x plain / promised; "
+    "whole: promised for the target with all of its layers."
 )
 
 

@@ -20,8 +20,8 @@ WARM_UP, PROFILED = 24, 6
 @dataclass(frozen=True)
 class StepTimes:
     """Means over timed steps. length: tokens that a sequence gained in one. Seconds of a step: `wall`, and of it what
-    the engine counts as drafting and verifying; `kernels`: of the device's kernels and copies, None where there is no
-    CUDA device; `slowest`: of all steps.
+    the engine counts as drafting and verifying; `kernels`: in which the device ran a kernel or a copy, two at once
+    counted once, None where there is no CUDA device; `slowest`: of all steps.
     """
 
     length: float
@@ -109,8 +109,17 @@ def _kernel_seconds(engine: Engine) -> float:
         for _ in range(PROFILED):
             engine.step()
         torch.cuda.synchronize()
-    times = [each.self_device_time_total for each in record.key_averages() if each.device_type == DeviceType.CUDA]
-    return sum(times) * 1e-6 / PROFILED
+    spans = [each.time_range for each in record.events() if each.device_type == DeviceType.CUDA]
+    return busy([(span.start, span.end) for span in spans]) * 1e-6 / PROFILED
+
+
+def busy(spans: list[tuple[float, float]]) -> float:
+    """Time that lies in one of the spans (start, end) or in several."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
 
 
 def copy_bandwidth(device: torch.device) -> float:

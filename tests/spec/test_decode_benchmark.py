@@ -113,6 +113,11 @@ def test_a_random_draft_grows_deep_trees_and_knows_as_many_tokens_as_it_is_to():
     assert engine.stats()["acceptance_length"] == pytest.approx(4.0, abs=0.2)
 
 
+def test_kernels_that_overlap_count_once():
+    assert step_timing.busy([(5, 7), (0, 2), (1, 3), (1, 2), (3, 4)]) == 6
+    assert step_timing.busy([]) == 0
+
+
 def test_the_fastest_row_of_each_batch():
     def row(batch: int, speed: float, tree: TreeConfig | None = None, variant: Variant | None = None) -> Row:
         return Row(tree, variant, batch, None, 0, StepTimes(2.0, speed, 0.01, 0.002, 0.005, 0.008, 0.01), 0.004, 1.5)
