@@ -249,9 +249,8 @@ class DeviceStep:
         if size.noise is Noise.NONE:
             return logits_TV.argmax(-1).view_as(depth_RN)
 
-        filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-        position_T = (rows.position[:, None] + depth_RN).flatten()
-        return ops.sample_tokens(logits_TV, *filters, rows.seed, rows.choice, position_T).view_as(depth_RN)
+        place = rows._replace(position=(rows.position[:, None] + depth_RN).flatten())
+        return ops.sample_tokens(logits_TV, *place).view_as(depth_RN)
 
     def _follow(
         self,

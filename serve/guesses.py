@@ -6,7 +6,6 @@ noise are applied to, V the draft's vocabulary.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from serve.request import SamplingParams, Sequence
-from serve.sampling import Row, Survivors, filtered, follow_grammars
+from serve.sampling import Row, RowSettings, Survivors, filtered, follow_grammars
 from target_model.kernels import ops
 
 # A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled
@@ -99,21 +98,6 @@ class RequestGuesses:
         if any(greedy):
             noisy_RWV[greedy] = logits_RWV[greedy]
         return noisy_RWV, None
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """How each sequence's tokens are chosen, as tensors [R]: fp32 temperature (0: greedy), top_p and min_p; int32 top_k
-    (0: off); int64 seed (64 bits), choice index, and position of the first token behind the decided ones.
-    """
-
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    top_k: Tensor
-    seed: Tensor
-    choice: Tensor
-    position: Tensor
 
 
 class Noise(Enum):

@@ -36,23 +36,24 @@ class Row:
         return len(self.sequence.token_ids) + len(self.path)
 
 
-class RowParameters(NamedTuple):
-    """How the tokens of N rows are chosen: what `ops.sample_tokens` takes behind the logits, in its order.
+class RowSettings(NamedTuple):
+    """How the tokens of N rows, or of the rows of N sequences, are chosen: what `ops.sample_tokens` takes behind the
+    logits, in its order.
 
     fp32 temperature (0: greedy); int32 top_k (0: off); fp32 top_p and min_p; int64 seed (its 64 bits), choice index and
-    position of the chosen token.
+    position of the chosen token (of a sequence: the first one behind the decided ones).
     """
 
-    temperature_N: Tensor
-    top_k_N: Tensor
-    top_p_N: Tensor
-    min_p_N: Tensor
-    seed_N: Tensor
-    choice_N: Tensor
-    position_N: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    choice: Tensor
+    position: Tensor
 
 
-def row_parameters(rows: list[Row], device: torch.device | str) -> RowParameters:
+def row_settings(rows: list[Row], device: torch.device | str) -> RowSettings:
     """Everything goes to the device in one copy."""
     params, count = [row.sequence.params for row in rows], len(rows)
     keys = [(signed64(row.sequence.seed % 2**64), row.sequence.request.choice_index, row.position) for row in rows]
@@ -65,7 +66,7 @@ def row_parameters(rows: list[Row], device: torch.device | str) -> RowParameters
     key_3N, float_3N, top_k_N = sent.split([24 * count, 12 * count, 4 * count])
     temperature_N, top_p_N, min_p_N = float_3N.view(torch.float32).view(3, count)
     seed_N, choice_N, position_N = key_3N.view(torch.int64).view(3, count)
-    return RowParameters(temperature_N, top_k_N.view(torch.int32), top_p_N, min_p_N, seed_N, choice_N, position_N)
+    return RowSettings(temperature_N, top_k_N.view(torch.int32), top_p_N, min_p_N, seed_N, choice_N, position_N)
 
 
 def choose(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tensor:
@@ -73,7 +74,7 @@ def choose(logits_NV: Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Tens
     logits_NV = adjust(logits_NV, rows, eos_ids)
     if all(row.sequence.params.greedy for row in rows):
         return logits_NV.argmax(-1)
-    return ops.sample_tokens(logits_NV, *row_parameters(rows, logits_NV.device))
+    return ops.sample_tokens(logits_NV, *row_settings(rows, logits_NV.device))
 
 
 def choose_by_rejection(

@@ -163,7 +163,7 @@ class StepBuffers:
         """How the sequences' tokens are chosen."""
         _, length_R, _, _, top_k_R, seed_R, choice_R = self._integers
         temperature_R, top_p_R, min_p_R = self._floats
-        return RowSettings(temperature_R, top_p_R, min_p_R, top_k_R.int(), seed_R, choice_R, length_R)
+        return RowSettings(temperature_R, top_k_R.int(), top_p_R, min_p_R, seed_R, choice_R, length_R)
 
     def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> bool:
         """Sends what this step needs to know of its sequences. Whether their roots had to be sent, too: the last step

@@ -13,7 +13,7 @@ import torch
 from serve.engine import Engine
 from serve.noise import gumbel, uniform
 from serve.request import Request, SamplingParams, Sequence
-from serve.sampling import Row, RowParameters, choose_by_rejection, row_parameters
+from serve.sampling import Row, RowSettings, choose_by_rejection, row_settings
 from serve.tree import Tree, TreeConfig
 from target_model.kernels import ops
 from tests.fixtures import random_target
@@ -49,8 +49,8 @@ def test_r9_fixed_probabilities(mode, name):
         rows = [Row(sequence, ())] * DRAWS
         expanded = logits[node].expand(DRAWS, 8)
         if mode == "coupled":
-            settings = row_parameters([Row(sequence, (0,) * (4 + depth))], device)
-            settings = RowParameters(*(x.expand(DRAWS) for x in settings))._replace(seed_N=torch.tensor(seeds))
+            settings = row_settings([Row(sequence, (0,) * (4 + depth))], device)
+            settings = RowSettings(*(x.expand(DRAWS) for x in settings))._replace(seed=torch.tensor(seeds))
             drawn[node] = ops.sample_tokens(expanded, *settings)
         else:
             noise = gumbel(seeds, [0] * DRAWS, [5 + depth] * DRAWS, 8, device)
