@@ -73,6 +73,29 @@ def maxima_kernel(
 
 
 @triton.jit
+def joined_sum(tops, sums, splits, SPLITS: tl.constexpr):
+    """log sum exp of a row from its chunks' maxima and sums."""
+    s = tl.arange(0, SPLITS)
+    top = tl.load(tops + s, mask=s < splits, other=float("-inf"))
+    total = tl.load(sums + s, mask=s < splits, other=0.0)
+    highest = tl.max(top, 0)
+    total = tl.sum(total * tl.exp(top - tl.where(highest > float("-inf"), highest, 0.0)), 0)
+    return highest + tl.log(total)
+
+
+@triton.jit
+def store_sorted(kept_keys, kept_columns, values, ids, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Values and columns in descending order; of equal ones the first kept comes first."""
+    j, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    own = tl.load(kept_keys + j, mask=j < K, other=NOTHING, cache_modifier=".cg")
+    others = tl.load(kept_keys + other, mask=other < K, other=NOTHING, cache_modifier=".cg")
+    ahead = ((others > own) | ((others == own) & (other < j))) & (other < K)
+    rank = tl.sum(ahead.to(tl.int32), 1)[:, None]
+    tl.store(values + rank, unordered(own), mask=j < K)
+    tl.store(ids + rank, tl.load(kept_columns + j, mask=j < K, cache_modifier=".cg").to(tl.int64), mask=j < K)
+
+
+@triton.jit
 def best_kernel(
     x,  # [N, V]
     scales,  # fp32 [R], read if NOISY
@@ -119,22 +142,9 @@ def best_kernel(
     kept_keys, kept_columns = kept + n * K, kept + (tl.num_programs(0) + n) * K
     tl.store(kept_keys + place, key, mask=place < K)
     tl.store(kept_columns + place, column, mask=place < K)
-
-    s = tl.arange(0, SPLITS)
-    top = tl.load(tops + n * splits + s, mask=s < splits, other=float("-inf"))
-    total = tl.load(sums + n * splits + s, mask=s < splits, other=0.0)
-    highest = tl.max(top, 0)
-    total = tl.sum(total * tl.exp(top - tl.where(highest > float("-inf"), highest, 0.0)), 0)
-    tl.store(lse + n, highest + tl.log(total))
-
+    tl.store(lse + n, joined_sum(tops + n * splits, sums + n * splits, splits, SPLITS))
     tl.debug_barrier()  # what is kept was stored by other threads of this program
-    j, other = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    own = tl.load(kept_keys + j, mask=j < K, other=NOTHING, cache_modifier=".cg")
-    others = tl.load(kept_keys + other, mask=other < K, other=NOTHING, cache_modifier=".cg")
-    ahead = ((others > own) | ((others == own) & (other < j))) & (other < K)
-    rank = tl.sum(ahead.to(tl.int32), 1)[:, None]
-    tl.store(values + n * K + rank, unordered(own), mask=j < K)
-    tl.store(ids + n * K + rank, tl.load(kept_columns + j, mask=j < K, cache_modifier=".cg").to(tl.int64), mask=j < K)
+    store_sorted(kept_keys, kept_columns, values + n * K, ids + n * K, K, BLOCK)
 
 
 def top_rows(x_NV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
