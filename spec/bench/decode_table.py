@@ -68,8 +68,8 @@ COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
 )
 LEGEND = (
     "Milliseconds of a step. kernels: in which the device ran one; over: wall beyond them; bytes: what a step reads, "
-    "at the copy bandwidth. x plain: tokens/s over plain decoding; promised: by the bytes; reached: x plain / promised; "
-    "whole: promised for the target with all of its layers."
+    "at the copy bandwidth. x plain: tokens/s over plain decoding; promised: by the bytes; reached: x plain / "
+    "promised; whole: promised for the target with all of its layers."
 )
 
 
