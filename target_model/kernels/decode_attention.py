@@ -40,6 +40,40 @@ def join_parts(partial, lse, out, joined, pair, PARTS: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
+def attend_tiles(
+    begin_tile, q_tile, k_pool, v_pool, table, choice, limit, first_slot, head, row_ok, scale, HEADS: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FIRST: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over TILES key tiles of one row's N blocks, from tile `begin_tile` on."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    STEPS: tl.constexpr = PAGE // BLOCK_N
+    w = tl.arange(0, triton.next_power_of_2(TILES))
+    tile = begin_tile + w
+    ids = tl.load(choice + tile // STEPS, mask=(w < TILES) & (tile < N * STEPS), other=-1)
+    pages = tl.load(table + tl.maximum(ids, 0))
+    for i in tl.range(0, tl.minimum(TILES, N * STEPS - begin_tile), num_stages=STAGES):
+        first = ((begin_tile + i) % STEPS) * BLOCK_N
+        key = tl.sum(tl.where(w == i, ids, 0), 0) * PAGE + first + n
+        page = tl.sum(tl.where(w == i, pages, 0), 0).to(tl.int64)
+        seen = (key >= 0) & (key < limit)
+        key_at = ((page * PAGE + first + n) * HEADS + head)[:, None] * D + d[None, :]
+        k = tl.load(k_pool + key_at, mask=seen[:, None], other=0.0)
+        v = tl.load(v_pool + key_at, mask=seen[:, None], other=0.0)
+        if FIRST:
+            seen = seen & (key >= first_slot)
+        dots = tl.dot(q_tile, tl.trans(to_dot(k, q_tile, UPCAST)), input_precision="ieee")
+        dots = tl.where(seen[None, :], dots, float("-inf"))
+        v = to_dot(v, q_tile, UPCAST)
+        row_max, row_sum, acc = softmax_step(dots, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
+    return row_max, row_sum, acc
+
+
+@triton.jit
 def decode_kernel(
     q,  # [T, Q, D], row stride q_stride, heads adjacent
     k_pool,  # [P, B, K, D]
@@ -99,33 +133,14 @@ def decode_kernel(
     else:
         limit = tl.load(slots + row).to(tl.int32) + 1
     m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
     row_ok = m < GROUP
     q_at = row * q_stride + (head * GROUP + m)[:, None] * D + d[None, :]
     q_tile = widen(tl.load(q + q_at, mask=row_ok[:, None], other=0.0), UPCAST)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    STEPS: tl.constexpr = PAGE // BLOCK_N
-    w = tl.arange(0, triton.next_power_of_2(TILES))
-    tile = part * TILES + w
-    ids = tl.load(choice + pair * N + tile // STEPS, mask=(w < TILES) & (tile < N * STEPS), other=-1)
-    pages = tl.load(table + tl.maximum(ids, 0))
-    for i in tl.range(0, tl.minimum(TILES, N * STEPS - part * TILES), num_stages=STAGES):
-        first = ((part * TILES + i) % STEPS) * BLOCK_N
-        key = tl.sum(tl.where(w == i, ids, 0), 0) * PAGE + first + n
-        page = tl.sum(tl.where(w == i, pages, 0), 0).to(tl.int64)
-        seen = (key >= 0) & (key < limit)
-        key_at = ((page * PAGE + first + n) * HEADS + head)[:, None] * D + d[None, :]
-        k = tl.load(k_pool + key_at, mask=seen[:, None], other=0.0)
-        v = tl.load(v_pool + key_at, mask=seen[:, None], other=0.0)
-        if FIRST:
-            seen = seen & (key >= first_slot)
-        dots = tl.dot(q_tile, tl.trans(to_dot(k, q_tile, UPCAST)), input_precision="ieee")
-        dots = tl.where(seen[None, :], dots, float("-inf"))
-        v = to_dot(v, q_tile, UPCAST)
-        row_max, row_sum, acc = softmax_step(dots, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
+    row_max, row_sum, acc = attend_tiles(
+        part * TILES, q_tile, k_pool, v_pool, table, choice + pair * N, limit, first_slot, head, row_ok, scale, HEADS,
+        D, PAGE, N, TILES, BLOCK_M, BLOCK_N, STAGES, FIRST, UPCAST,
+    )  # fmt: skip
     if TREE:
         if part == PARTS - 1:
             bits = tl.load(ancestors + row + m * 0)
