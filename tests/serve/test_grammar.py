@@ -359,7 +359,7 @@ def test_drafts_keep_to_the_grammar(bundled):
     request = requests()[1]
     verify, checked = engine.runner._verify, 0
 
-    def checking(sequences, trees, noise):
+    def checking(sequences, trees):
         nonlocal checked
         answer = sequences[0].token_ids[sequences[0].prompt_length :]
         for path in trees[0].paths():
@@ -367,7 +367,7 @@ def test_drafts_keep_to_the_grammar(bundled):
             if path and EOS not in before:
                 assert token in allowed(Constraint(request.grammar), answer + before)
                 checked += 1
-        return verify(sequences, trees, noise)
+        return verify(sequences, trees)
 
     engine.runner._verify = checking
     run(engine, [request])
