@@ -11,6 +11,7 @@ same number for both, nothing for what is worked out twice.
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -253,6 +254,8 @@ def run(settings: Settings, device_name: str, json_path: Path | None) -> list[Me
                 results.append(measure(config, features, settings, device))
             except torch.OutOfMemoryError:
                 results.append(Measurement(name, length))
+            # The next one may take a minute, or end the process.
+            print("measured:", *_cells(results[-1]), file=sys.stderr, flush=True)
             del features
             gc.collect()
             if device.type == "cuda":
@@ -281,15 +284,18 @@ def _print(results: list[Measurement], config: DraftConfig, settings: Settings, 
     for name in ("", "tokens in a row", "step ms", "tokens/s", "MFU", "peak GiB"):
         table.add_column(name, justify="left" if not name else "right")
     for each in results:
-        if each.step_seconds is None:
-            table.add_row(each.name, str(each.sequence), "out of memory", "", "", "")
-            continue
-        table.add_row(
-            each.name,
-            str(each.sequence),
-            f"{1000 * each.step_seconds:,.1f}",
-            f"{each.tokens_per_second:,.0f}",
-            "-" if each.mfu is None else f"{100 * each.mfu:.1f} %",
-            "-" if each.peak_memory is None else f"{each.peak_memory / 2**30:.1f}",
-        )
+        table.add_row(*_cells(each))
     console.print(table)
+
+
+def _cells(each: Measurement) -> tuple[str, ...]:
+    if each.step_seconds is None:
+        return each.name, str(each.sequence), "out of memory", "", "", ""
+    return (
+        each.name,
+        str(each.sequence),
+        f"{1000 * each.step_seconds:,.1f}",
+        f"{each.tokens_per_second:,.0f}",
+        "-" if each.mfu is None else f"{100 * each.mfu:.1f} %",
+        "-" if each.peak_memory is None else f"{each.peak_memory / 2**30:.1f}",
+    )
