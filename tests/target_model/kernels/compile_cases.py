@@ -57,7 +57,8 @@ def attention(make, dtype: torch.dtype = BF16) -> None:
 
 def small_attention() -> None:
     """The bundled small target: pages of 16, head dim 32, groups of 4, 8 chosen blocks."""
-    for batch, pages in (causal_batch([400], [1], 16), causal_batch([130], [70], 16), tree_batch([400], [24], 16)):
+    trees = tree_batch([400], [24], 16), tree_batch([400], [4], 16), tree_batch([400, 70], [3, 2], 16)
+    for batch, pages in (causal_batch([400], [1], 16), causal_batch([130], [70], 16), *trees):
         k = empty(pages, 16, 2, 32)
         q, index_q = empty(batch.num_rows, 8, 32), empty(batch.num_rows, 2, 32)
         blocks = select_blocks.select_blocks(index_q, empty(pages, 16, 32), batch, 8, 0, 1)
