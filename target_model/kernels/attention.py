@@ -185,13 +185,17 @@ def attention_kernel(
     q_head = head * GROUP + m % GROUP
     q_at = row[:, None] * q_stride + q_head[:, None] * D + tl.arange(0, D)[None, :]
     q_tile = widen(tl.load(q + q_at, mask=row_ok[:, None], other=0.0), UPCAST)
+    # Bounds of loops come from loads of one value, not from a reduction over the rows: then the compiler knows that they
+    # are the same in all threads and keeps addresses in uniform registers.
     if TREE:
         highest = tl.load(committed + r)
+        lowest = highest
         limit = tl.where(row_ok, highest, 0)
     else:
+        first = start + tile * BLOCK_T
+        lowest = tl.load(slots + first).to(tl.int32) + 1
+        highest = tl.load(slots + tl.minimum(first + BLOCK_T, start + count) - 1).to(tl.int32) + 1
         limit = tl.load(slots + row, mask=row_ok, other=-1).to(tl.int32) + 1
-        highest = tl.max(limit, 0)
-    lowest = tl.min(tl.where(row_ok, limit, highest), 0)
 
     at_tile = (start // BLOCK_T + r + tile) * HEADS + head
     list_at = at_tile.to(tl.int64) * list_width

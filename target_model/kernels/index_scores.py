@@ -163,12 +163,16 @@ def many_scores_kernel(
                            PAGE, BLOCK_C, SPAN, UPCAST)  # fmt: skip
             return
     row, j, ok = column_rows(tile, start, count, J, BLOCK_C)
+    # Bounds of loops from loads of one value: the same in all threads, as the compiler can tell.
     if TREE:
+        highest = known
+        lowest = known
         limit = tl.zeros([BLOCK_C], tl.int32) + known
     else:
+        begin_row = start + tile * (BLOCK_C // J)
+        lowest = tl.load(slots + begin_row).to(tl.int32) + 1
+        highest = tl.load(slots + tl.minimum(begin_row + BLOCK_C // J, start + count) - 1).to(tl.int32) + 1
         limit = tl.load(slots + row, mask=ok, other=-1).to(tl.int32) + 1
-    highest = tl.max(limit, 0)
-    lowest = tl.min(tl.where(ok, limit, highest), 0)
     share = tl.cdiv(blocks if TREE else tl.cdiv(highest, PAGE), SPLITS)
     low = split * share
     high = tl.minimum(low + share, tl.cdiv(highest, PAGE))

@@ -134,13 +134,12 @@ def choose(
     """The `top_k` best blocks of each row and head, ascending."""
     rows, heads, blocks = scores_TJC.shape
     chosen = torch.empty(rows, heads, top_k, dtype=torch.int32, device=scores_TJC.device)
-    many = rows * heads > 512  # then fewer instructions count, else fewer rounds
-    groups = max(32 if many else 64, power_of_two(top_k))
+    groups = max(64, power_of_two(top_k))
     width = max(groups, power_of_two(blocks))
     choose_kernel[(rows * heads,)](
         scores_TJC, scratch_TJS, batch.row_start, batch.committed, batch.positions, chosen, blocks, batch.num_sequences,
         init_blocks, local_blocks, TREE=batch.ancestors is not None, J=heads, PAGE=batch.page_size, N=top_k,
         BLOCKS=width, GROUPS=groups, SPAN=scratch_TJS.shape[2], SEQUENCES=power_of_two(batch.num_sequences), PDL=PDL,
-        **launch_options(1 if many and width <= 1024 else 4, 1),
+        **launch_options(1 if rows * heads > 512 and width <= 1024 else 4, 1),
     )  # fmt: skip
     return chosen
