@@ -185,7 +185,7 @@ def attention_kernel(
     q_head = head * GROUP + m % GROUP
     q_at = row[:, None] * q_stride + q_head[:, None] * D + tl.arange(0, D)[None, :]
     q_tile = widen(tl.load(q + q_at, mask=row_ok[:, None], other=0.0), UPCAST)
-    # Bounds of loops come from loads of one value, not from a reduction over the rows: then the compiler knows that they
+    # Bounds of loops come from loads of one value, not from a reduction over rows: then the compiler knows that they
     # are the same in all threads and keeps addresses in uniform registers.
     if TREE:
         highest = tl.load(committed + r)
