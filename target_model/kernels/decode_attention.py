@@ -20,9 +20,14 @@ from target_model.kernels.common import begin, softmax_step, to_dot, widen
 def join_parts(partial, lse, out, joined, pair, PARTS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
     """Joins the partial results of a (row, kv head) pair, which other programs wrote: past the L1 cache."""
     g = tl.arange(0, GROUP)
-    s = tl.arange(0, PARTS)
+    s = tl.arange(0, triton.next_power_of_2(PARTS))
     d = tl.arange(0, D)
-    logs = tl.load(lse + (pair * PARTS + s)[:, None] * GROUP + g[None, :], cache_modifier=".cg")
+    logs = tl.load(
+        lse + (pair * PARTS + s)[:, None] * GROUP + g[None, :],
+        mask=(s < PARTS)[:, None],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
     top = tl.max(logs, 0)
     base = tl.where(top > float("-inf"), top, 0.0)
     total = tl.sum(tl.exp2(logs - base[None, :]), 0)
