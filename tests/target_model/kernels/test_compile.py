@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("triton")
 
 
-def compile_cases(*names: str) -> str:
-    """What compile_all prints, in a process where kernels are compiled, not interpreted."""
+def compile_cases(*names: str, program: str = "compile_all") -> str:
+    """What such a program prints, in a process where kernels are compiled, not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.target_model.kernels.compile_all", *names]
+    command = [sys.executable, "-m", f"tests.target_model.kernels.{program}", *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -40,3 +40,12 @@ def test_all_kernels_compile_with_tensor_cores_and_without_large_spills():
         "plan_kernel", "rope_write_kernel", "rotate_heads_kernel", "route_kernel", "silu_gradient_kernel",
         "silu_product_kernel", "union_kernel", "up_kernel", "weighted_sum_kernel", "widen_kernel", "write_kernel",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_all_kernels_of_the_bundled_pair_compile():
+    """As the engine launches them: plain, chains and trees, greedy and sampled, alone and batched."""
+    lines = [line for line in compile_cases(program="compile_engine").splitlines() if "registers" in line]
+    assert len(lines) > 60
+    for kernel in ("decode_kernel", "attention_kernel", "union_kernel", "commit_kernel", "up_kernel", "decide_kernel"):
+        assert any(line.startswith(kernel) for line in lines), kernel
