@@ -180,13 +180,15 @@ def gemm_shape(pairs: int, experts: int, form: str = "none") -> Tile:
         if block_m >= 32:
             return Tile(block_m, 128, 64, num_warps=4, num_stages=3)
         return Tile(block_m, 64, 128, num_warps=4, num_stages=3)
+    if block_m == 16 and form == "e4m3":
+        return Tile(16, 64, 256, num_warps=4, num_stages=4)
     if block_m == 16:
-        if form == "e4m3":
-            return Tile(16, 64, 256, num_warps=4, num_stages=4)
         return Tile(8, 64, 512 if pairs <= experts // 4 else 256, num_warps=4, num_stages=4, separate=True)
-    if block_m < 128:
-        return Tile(block_m, 128, 128, num_warps=4, num_stages=3)
-    return Tile(128, 128, 128, num_warps=8, num_stages=3)
+    if block_m == 128:
+        return Tile(128, 128, 128, num_warps=8, num_stages=3)
+    if form == "e4m3":
+        return Tile(block_m, 64, 128, num_warps=4, num_stages=4)
+    return Tile(block_m, 64, 256, num_warps=4, num_stages=3)
 
 
 def grouped_experts(
