@@ -18,9 +18,12 @@ OFF = TreeConfig(depth=1, width=1, nodes=1)  # the root alone: plain decoding
 PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
 # Drafting has to promise so much more than plain decoding: the best of many estimates is too rosy.
 MARGIN = 1.03
-# Steps after which the outlook of a request is worked out anew; in which a record fades by half; and how many steps
-# of its own weigh as much as the rate over all requests.
-REFRESH, HALF_LIFE, TRUST = 4, 24, 4.0
+# Without drafts the draft's rows wait, and whoever drafts again has to compute them first: over so many steps that is
+# spread.
+HORIZON = 8
+# Steps after which the outlook of a request is worked out anew; in which its record fades by half, and that over all
+# requests; and how many steps of its own weigh as much as the rate over all requests.
+REFRESH, HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 4, 24, 256, 4.0
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Measured steps: every shape at every pair of batch and context, OFF among the shapes."""
+    """Measured steps: every shape at every pair of batch and context, OFF among the shapes. row: seconds of the draft's
+    row of one decided token; a step of a drafting shape has one of them for each sequence.
+    """
 
     costs: tuple[Cost, ...]
+    row: float = 0.0
 
     @property
     def shapes(self) -> tuple[TreeConfig, ...]:
@@ -73,13 +79,15 @@ class Record:
 
     def __init__(self, depth: int, width: int, prior: "Record | None" = None):
         self.prior = prior
+        # What all requests have in common is heard from all of them, many times in a step.
+        self.keep = 0.5 ** (1 / (HALF_LIFE if prior else OVERALL_HALF_LIFE))
         self.offered = [[0.0] * width for _ in range(depth)]
         self.hit = [[0.0] * width for _ in range(depth)]
         self.steps = 0
 
     def add(self, tree: Tree, path: list[int]) -> None:
         """One verified tree and its accepted nodes."""
-        keep = 0.5 ** (1 / HALF_LIFE)
+        keep = self.keep
         self.steps += 1
         for depth, parent in enumerate([0, *path]):
             children = [node for node in range(1, len(tree)) if tree.parents[node] == parent]
@@ -125,19 +133,27 @@ class Budget:
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
 
-    def choose(self, ids: list[str], kinds: list[str], contexts: list[int], limits: list[int]) -> TreeConfig:
+    def choose(
+        self, ids: list[str], kinds: list[str], contexts: list[int], limits: list[int], waiting: int = 0
+    ) -> TreeConfig:
         """The shape for a step of these requests, each "greedy" or "sampled"; request r can take `limits[r]` drafted
-        tokens.
+        tokens. `waiting`: rows of the draft that have to be computed before it can draft, of all of them.
         """
         for each, kind in zip(ids, kinds, strict=True):
             if each not in self._records:
                 self._records[each] = Record(self.depth, self.width, self.overall[kind])
         batch, context = len(ids), sum(contexts) // len(contexts)
-        seconds = {shape: self.table.seconds(shape, batch, context) for shape in self.shapes}
+        backlog = self.table.row * max(waiting - batch, 0) / HORIZON
+        tokens, seconds = {}, {}
+        for shape in self.shapes:
+            outlooks = [self._outlook(each)[shape] for each in ids]
+            tokens[shape] = sum(1 + sum(kept[:limit]) for kept, limit in zip(outlooks, limits, strict=True))
+            seconds[shape] = self.table.seconds(shape, batch, context)
+            if shape != OFF:
+                seconds[shape] += backlog + self.table.row * (tokens[shape] - batch)
 
         def speed(shape: TreeConfig) -> float:
-            outlooks = [self._outlook(each)[shape] for each in ids]
-            return sum(1 + sum(kept[:limit]) for kept, limit in zip(outlooks, limits, strict=True)) / seconds[shape]
+            return tokens[shape] / seconds[shape]
 
         best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape == OFF else 1))
 

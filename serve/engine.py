@@ -212,7 +212,8 @@ class Engine:
             return self.tree
         ids, contexts = [s.request.id for s in sequences], [len(s.token_ids) for s in sequences]
         kinds = ["greedy" if s.params.greedy else "sampled" for s in sequences]
-        return self.budget.choose(ids, kinds, contexts, limits)
+        waiting = sum(s.computed + 1 - s.draft_end for s in sequences)
+        return self.budget.choose(ids, kinds, contexts, limits, waiting)
 
     def _drop(self, request_id: str) -> None:
         self._sequences.pop(request_id)

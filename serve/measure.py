@@ -3,6 +3,8 @@
 import random
 import time
 
+import torch
+
 from draft_model.model import Eagle3Draft
 from serve.budget import OFF, Cost, CostTable
 from serve.engine import Engine
@@ -23,6 +25,7 @@ SHAPES = (
 )
 LONGEST_SAMPLE = 1024
 REPEATS = 4
+PLAIN = 8  # steps without drafts, whose rows of the draft are timed together
 
 
 def measure_costs(
@@ -41,16 +44,19 @@ def measure_costs(
     batches = sorted({1, min(4, max_running), min(16, max_running)})
     room = 2 * REPEATS * sum(shape.depth + 1 for shape in shapes)
     contexts = sorted({min(size, max(8, context - room)) for size in (64, LONGEST_SAMPLE)})
-    costs = []
+    costs, rows = [], []
     for batch in batches:
         for length in contexts:
-            costs += _measure(target, draft, shapes, batch, length, room)
-    return CostTable(tuple(costs))
+            measured, row = _measure(target, draft, shapes, batch, length, room)
+            costs += measured
+            rows.append(row)
+    return CostTable(tuple(costs), min(rows))
 
 
 def _measure(
     target: TargetModel, draft: Eagle3Draft, shapes: tuple[TreeConfig, ...], batch: int, length: int, room: int
-) -> list[Cost]:
+) -> tuple[list[Cost], float]:
+    """The costs, and the seconds of a row of the draft."""
     largest = max(shapes, key=lambda shape: shape.scratch_slots)
     pages = batch * -(-(length + room + step_slots(shapes, ahead=True)) // target.config.block_size)
     engine = Engine(target, draft, largest, pages=pages, max_running=batch)
@@ -71,4 +77,19 @@ def _measure(
             drafted = clock.draft - drafted
             # All of a step counts, also what the host does around it.
             times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
-    return [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
+    costs = [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
+    engine.tree = OFF
+    for _ in range(PLAIN):
+        engine.step()
+    sequences = [sequence for _, _, sequence in engine.scheduler.running]
+    waiting = sum(sequence.computed + 1 - sequence.draft_end for sequence in sequences)
+    _wait(engine)
+    begin = time.perf_counter()
+    engine.runner.drafter.follow(sequences)
+    _wait(engine)
+    return costs, (time.perf_counter() - begin) / waiting
+
+
+def _wait(engine: Engine) -> None:
+    if engine.runner.device.type == "cuda":
+        torch.cuda.synchronize(engine.runner.device)

@@ -22,7 +22,7 @@ from target_model.cache import PagedCache
 from target_model.kernels import ops
 from target_model.model import TargetModel, TargetOutput
 
-PLAIN_STEPS = 32
+PLAIN_STEPS = 128  # without drafts, before the draft follows all the same
 PROMPT_ROWS = 64  # whose logits are in memory at once
 
 

@@ -51,9 +51,9 @@ def run(target, answers, costs: CostTable, agreement: float, shape: TreeConfig |
     seconds, shapes = 0.0, []
     choose = engine.budget.choose
 
-    def watched(ids, kinds, contexts, limits):
+    def watched(ids, kinds, contexts, limits, waiting):
         nonlocal seconds
-        chosen = choose(ids, kinds, contexts, limits)
+        chosen = choose(ids, kinds, contexts, limits, waiting)
         chosen = chosen if shape is None else shape
         seconds += costs.seconds(chosen, len(ids), sum(contexts) // len(contexts))
         shapes.append(chosen)
@@ -124,6 +124,19 @@ def test_sampled_requests_do_not_suffer_from_greedy_ones():
     budget.choose(["new g", "new s"], ["greedy", "sampled"], [64, 64], [8, 8])
     greedy, sampled = (sum(budget._outlook(name)[TreeConfig.chain(3)]) for name in ("new g", "new s"))
     assert greedy > 2 and sampled < 0.5
+
+
+def test_rows_that_wait_speak_against_drafting():
+    """Of two tables where a chain of 3 is worth its cost, one has dear rows of the draft: then whoever has not drafted
+    for long, or keeps many tokens, goes on without.
+    """
+    for row, waiting, expected in ((0.0, 400, True), (0.1, 1, True), (0.1, 400, False), (2.0, 1, False)):
+        budget = Budget(CostTable(CHEAP.costs, row))
+        for _ in range(40):
+            budget.choose(["a"], ["greedy"], [64], [8], 1)
+            budget.learn("a", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2, 3])
+        budget.saved = 0.0
+        assert (budget.choose(["a"], ["greedy"], [64], [8], waiting) != OFF) == expected
 
 
 def test_expected_tokens_of_a_shape():
