@@ -10,6 +10,7 @@ R sequences, W pages of the longest one, N nodes of a tree, D its depth, F = D +
 A = taps * target hidden, H draft hidden, J index heads, K heads of the draft, V vocabulary.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -52,7 +53,9 @@ class DeviceStep:
         self.graphs, self.synthetic = graphs, synthetic
         self.taps = drafter.draft.config.taps if drafter else ()
         self.seconds = (0.0, 0.0)  # that the last step took to draft and to verify
-        self._last: tuple[Size, list[Sequence]] | None = None
+        # What the last step was of; a request that has ended is not kept for it.
+        self._size: Size | None = None
+        self._last: list[weakref.ref[Sequence]] = []
         self._ahead: Marks | None = None  # when the trees of the next step were drafted, if they have been
         self._plain: PlainAhead | None = None
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
@@ -86,8 +89,8 @@ class DeviceStep:
         size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
         buffers = self._buffers_of(size)
         wanted = [self.synthetic.wanted() for _ in sequences] if self.synthetic else None
-        step = size, list(sequences)
-        steady, self._last = step == self._last, step
+        steady = size == self._size and [each() for each in self._last] == sequences
+        self._size, self._last = size, [weakref.ref(sequence) for sequence in sequences]
         if self.drafter:
             moved = buffers.load(sequences, limits, wanted, drafting=shape != OFF)
             rows = self._run_halves(size, buffers, self._ahead if steady and not moved else None, go_on=steady)
@@ -147,7 +150,7 @@ class DeviceStep:
         _, verify = self._kept(size, draft, verify)
         if go_on:
             # Every sequence gains one token.
-            places = [(sequence, sequence.pages, len(sequence.token_ids) + 1) for sequence in sequences]
+            places = [(weakref.ref(sequence), sequence.pages, len(sequence.token_ids) + 1) for sequence in sequences]
             self._plain = PlainAhead(size, places, buffers.timed(verify), buffers.send_result())
         result = buffers.result(sent)
         self.seconds = 0.0, buffers.between(*marks)

@@ -4,6 +4,7 @@ R sequences, W pages, N nodes, A = taps * target hidden, H draft hidden, J index
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -91,7 +92,7 @@ class PlainAhead:
     """
 
     size: Size
-    places: list[tuple[Sequence, list[int], int]]
+    places: list[tuple[weakref.ref[Sequence], list[int], int]]
     marks: Marks
     sent: Sent
 
@@ -101,7 +102,7 @@ class PlainAhead:
             size == self.size
             and len(sequences) == len(self.places)
             and all(
-                sequence is own and sequence.pages is pages and len(sequence.token_ids) == length
+                sequence is own() and sequence.pages is pages and len(sequence.token_ids) == length
                 for sequence, (own, pages, length) in zip(sequences, self.places, strict=True)
             )
         )

