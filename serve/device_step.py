@@ -20,8 +20,9 @@ from torch import Tensor
 from draft_model.chosen_blocks import run_target
 from serve.budget import OFF
 from serve.drafter import Drafter, Roots
-from serve.guesses import DeviceGuesses, Noise, RowSettings
+from serve.guesses import DeviceGuesses, Noise
 from serve.request import Sequence
+from serve.sampling import RowSettings
 from serve.step_buffers import Decided, Marks, PlainAhead, Size, StepBuffers
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig
@@ -208,7 +209,7 @@ class DeviceStep:
     def _verify(self, size: Size, buffers: StepBuffers) -> None:
         """Scores the trees, accepts, commits, and lets the draft follow."""
         nodes, depth = size.nodes, size.depth
-        length_R1 = buffers.settings().position[:, None]
+        length_R1 = buffers.length_R[:, None]
         token_RN, parent_RN = buffers.token_RN[:, :nodes].contiguous(), buffers.parent_RN[:, :nodes].contiguous()
         if nodes == 1:
             token_RN = buffers.root_R[:, None].contiguous()
@@ -271,7 +272,7 @@ class DeviceStep:
         (sequences, rows), nodes = path_RF.shape, aux_TA.shape[0] // path_RF.shape[0]
         from_T = (torch.arange(sequences, device=path_RF.device)[:, None] * nodes + path_RF.clamp(min=0)).flatten()
         index_F = torch.arange(rows, device=path_RF.device)
-        length_R = buffers.settings().position
+        length_R = buffers.length_R
         slot_RF = length_R[:, None] + index_F
         table_RW = buffers.table_RW
         batch = Batch.grid(size, decided_RF, slot_RF, slot_RF, length_R, table_RW, None, table_RW.shape[1] * size)

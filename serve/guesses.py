@@ -14,8 +14,9 @@ from torch import Tensor
 
 from draft_model.model import Eagle3Draft
 from serve.request import SamplingParams, Sequence
-from serve.sampling import Row, RowSettings, Survivors, filtered, follow_grammars
+from serve.sampling import MAX_TOP_K, Row, RowSettings, Survivors, filtered, follow_grammars
 from target_model.kernels import ops
+from target_model.kernels.sample_tokens_ref import filter_sorted
 
 # A draft is less sure of what it knows than its target: its logits are scaled before they meet the noise. Sampled
 # chains of m3-tiny keep 1 to 2 % more tokens so, its default tree 0.6 %, a tree of 32 nodes 1 to 2 % fewer.
@@ -124,6 +125,11 @@ class DeviceGuesses:
 
     def __init__(self, draft: Eagle3Draft, target_ids: Tensor, rows: RowSettings, noise: Noise):
         self.draft, self.target_ids, self.rows, self.noise = draft, target_ids, rows, noise
+        if noise is not Noise.NONE:
+            temperature_R11, top_k_R11, self.top_p_R11, self.min_p_R11 = (row_R[:, None, None] for row_R in rows[:4])
+            self.greedy_R11 = temperature_R11 == 0
+            self.scale_R11 = SURENESS / temperature_R11.clamp(min=1e-6)
+            self.limit_R11 = torch.where(top_k_R11 > 0, top_k_R11, MAX_TOP_K)
 
     def children(self, level: int, state_RWH: Tensor, width: int) -> tuple[Tensor, Tensor]:
         logits_RWV = self.draft.scores(state_RWH)
@@ -136,17 +142,17 @@ class DeviceGuesses:
             values_RWC, ids_RWC, total_RW1 = best(logits_RWV, width)
             return self.target_ids[ids_RWC], (values_RWC - total_RW1).clamp(max=0)
         values_RWK, ids_RWK, total_RW1 = best(logits_RWV, min(max(width, CANDIDATES), logits_RWV.shape[-1]))
-        noisy_RWK = self._filtered(values_RWK) + self._noise(level, ids_RWK)
-        greedy_R11 = (self.rows.temperature == 0)[:, None, None]
-        total_RW1 = torch.where(greedy_R11, total_RW1, noisy_RWK.logsumexp(-1, keepdim=True))
-        values_RWC, place_RWC = torch.where(greedy_R11, values_RWK, noisy_RWK).topk(width, dim=-1)
+        # As RequestGuesses._noisy says.
+        kept_RWK = filter_sorted(values_RWK * self.scale_R11, self.limit_R11, self.top_p_R11, self.min_p_R11)
+        noisy_RWK = kept_RWK + self._noise(level, ids_RWK)
+        total_RW1 = torch.where(self.greedy_R11, total_RW1, noisy_RWK.logsumexp(-1, keepdim=True))
+        values_RWC, place_RWC = torch.where(self.greedy_R11, values_RWK, noisy_RWK).topk(width, dim=-1)
         ids_RWC = ids_RWK.gather(-1, place_RWC)
         if self.noise is Noise.ALL:
-            scale_R = SURENESS / self.rows.temperature.clamp(min=1e-6)
-            tokens_V = self.target_ids if self.draft.config.pruned else None
+            tokens_V, scale_R = self.target_ids if self.draft.config.pruned else None, self.scale_R11.flatten()
             found = ops.noisy_top_rows(logits_RWV.flatten(0, 1), width, scale_R, *self._keys(level), tokens_V)
             whole = [each.view(*nodes, -1) for each in found]
-            open_R11 = ~greedy_R11 & ((self.rows.top_k == 0) | (self.rows.top_k > CANDIDATES))[:, None, None]
+            open_R11 = ~self.greedy_R11 & (self.limit_R11 > CANDIDATES)
             values_RWC, ids_RWC, total_RW1 = (
                 torch.where(open_R11, *pair) for pair in zip(whole, (values_RWC, ids_RWC, total_RW1), strict=True)
             )
@@ -161,17 +167,3 @@ class DeviceGuesses:
     def _keys(self, level: int) -> tuple[Tensor, Tensor, Tensor]:
         """Seed, choice and position of the tokens behind the nodes of each sequence."""
         return self.rows.seed, self.rows.choice, self.rows.position + (level - 1)
-
-    def _scaled(self, values_RWK: Tensor) -> Tensor:
-        return values_RWK * SURENESS / self.rows.temperature.clamp(min=1e-6)[:, None, None]
-
-    def _filtered(self, values_RWK: Tensor) -> Tensor:
-        """Scaled, and -inf from the first one on that top-k, top-p or min-p leaves out; see RequestGuesses._noisy."""
-        top_k_R11, top_p_R11, min_p_R11 = (
-            row_R[:, None, None] for row_R in (self.rows.top_k, self.rows.top_p, self.rows.min_p)
-        )
-        rank_K = torch.arange(values_RWK.shape[-1], device=values_RWK.device)
-        scaled_RWK = self._scaled(values_RWK).masked_fill((top_k_R11 > 0) & (rank_K >= top_k_R11), float("-inf"))
-        chance_RWK = scaled_RWK.softmax(-1)
-        kept_RWK = (chance_RWK.cumsum(-1) - chance_RWK < top_p_R11) & (chance_RWK >= min_p_R11 * chance_RWK[..., :1])
-        return scaled_RWK.masked_fill(~kept_RWK, float("-inf"))

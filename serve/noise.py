@@ -63,5 +63,5 @@ def uniform(
 def _keys(
     seeds: Sequence[int], choices: Sequence[int], positions: Sequence[int], device: torch.device | str
 ) -> list[Tensor]:
-    signed = [signed64(seed % 2**64) for seed in seeds]
+    signed = [signed64(seed) for seed in seeds]
     return [torch.tensor(list(values), device=device) for values in (signed, choices, positions)]

@@ -20,6 +20,8 @@ from target_model.batch import signed64
 from target_model.kernels import ops
 from target_model.kernels.sample_tokens_ref import smallest_kept, thresholds
 
+MAX_TOP_K = 2**31 - 1  # on the device; no vocabulary is as large
+
 
 @dataclass(frozen=True)
 class Row:
@@ -34,6 +36,19 @@ class Row:
     def position(self) -> int:
         """Position of the token that this row chooses."""
         return len(self.sequence.token_ids) + len(self.path)
+
+    @property
+    def integers(self) -> tuple[int, int, int, int]:
+        """Seed, choice index, position and top-k, as `RowSettings` has them."""
+        sequence = self.sequence
+        top_k = min(sequence.params.top_k, MAX_TOP_K)
+        return signed64(sequence.seed), sequence.request.choice_index, self.position, top_k
+
+    @property
+    def floats(self) -> tuple[float, float, float]:
+        """Temperature, top-p and min-p."""
+        params = self.sequence.params
+        return params.temperature, params.top_p, params.min_p
 
 
 class RowSettings(NamedTuple):
@@ -55,13 +70,10 @@ class RowSettings(NamedTuple):
 
 def row_settings(rows: list[Row], device: torch.device | str) -> RowSettings:
     """Everything goes to the device in one copy."""
-    params, count = [row.sequence.params for row in rows], len(rows)
-    keys = [(signed64(row.sequence.seed % 2**64), row.sequence.request.choice_index, row.position) for row in rows]
-    parts = (
-        np.array(keys, dtype=np.int64).T,
-        np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32).T,
-        np.array([min(p.top_k, 2**31 - 1) for p in params], dtype=np.int32),
-    )
+    count = len(rows)
+    *keys, top_k = np.array([row.integers for row in rows], dtype=np.int64).T
+    floats = np.array([row.floats for row in rows], dtype=np.float32).T
+    parts = (*keys, floats, top_k.astype(np.int32))
     sent = torch.frombuffer(bytearray(b"".join(part.tobytes() for part in parts)), dtype=torch.uint8).to(device)
     key_3N, float_3N, top_k_N = sent.split([24 * count, 12 * count, 4 * count])
     temperature_N, top_p_N, min_p_N = float_3N.view(torch.float32).view(3, count)

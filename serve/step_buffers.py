@@ -12,21 +12,19 @@ import torch
 from torch import Tensor
 
 from serve.drafter import Drafter
-from serve.guesses import Noise, RowSettings
+from serve.guesses import Noise
 from serve.request import Sequence
+from serve.sampling import Row, RowSettings
 from serve.tree import Tree, TreeConfig
-from target_model.batch import MAX_SCRATCH, signed64
+from target_model.batch import MAX_SCRATCH
 from target_model.cache import PagedCache
 
 Mark = torch.cuda.Event | float
 Marks = tuple[Mark, Mark]  # begin and end
 Sent = tuple[Tensor, Mark]  # a result on its way to this place on the host, and when it is there
 
-# What the host sends for each sequence.
-_INTEGERS = ("root", "length", "limit", "wanted", "top_k", "seed", "choice")
-_FLOATS = ("temperature", "top_p", "min_p")
-# A padded sequence: one decided token, greedy, nothing to draft.
-_NOTHING = (0, 1, 0, 0, 0, 0, 0), (0.0, 1.0, 0.0)
+# What the host sends for a padded sequence, see `StepBuffers.load`: one decided token, greedy, nothing to draft.
+_NOTHING = (0, 0, 0, 0, 0, 1, 0), (0.0, 1.0, 0.0)
 # Kept nodes; F tokens, D path, and N tokens, parents and live flags.
 _RESULT = 1 + 2 * (MAX_SCRATCH + 1) + 3 * MAX_SCRATCH
 
@@ -111,8 +109,9 @@ class PlainAhead:
 class StepBuffers:
     """The buffers of one number of sequences and pages, and their copies on the host.
 
-    The host sends `integers`, `floats` and the block table; a draft leaves `token_RN`, `parent_RN` and `live_RN`, a
-    verification `result`, the draft's state of the next roots, or (without a tree) what the target left.
+    The host sends the roots, decided tokens, levels that may be drafted, how tokens are chosen, and the block table; a
+    draft leaves `token_RN`, `parent_RN` and `live_RN`, a verification its result, the draft's state of the next roots,
+    or (without a tree) what the target left.
     """
 
     def __init__(self, sequences: int, pages: int, cache: PagedCache, drafter: Drafter | None):
@@ -126,8 +125,10 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(sequences, *shape, dtype=dtype, device=device)
 
-        self._host_integers, self._integers = pair(len(_INTEGERS), sequences, dtype=torch.int64)
-        self._host_floats, self._floats = pair(len(_FLOATS), sequences, dtype=torch.float32)
+        self._host_integers, self._integers = pair(len(_NOTHING[0]), sequences, dtype=torch.int64)
+        self._host_floats, self._floats = pair(len(_NOTHING[1]), sequences, dtype=torch.float32)
+        self.root_R, self.limit_R, self.wanted_R, *choosing = self._integers
+        self._seed_R, self._choice_R, self.length_R, self._top_k_R = choosing
         self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
         host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
         # Two, since a result may be sent before the one before it has been read.
@@ -148,23 +149,11 @@ class StepBuffers:
                 self.choice_RJN = zeros(chosen.index_heads, chosen.top_k, dtype=torch.int32)
             self._states = list(self.state_RH)
 
-    @property
-    def root_R(self) -> Tensor:
-        return self._integers[0]
-
-    @property
-    def limit_R(self) -> Tensor:
-        return self._integers[2]
-
-    @property
-    def wanted_R(self) -> Tensor:
-        return self._integers[3]
-
     def settings(self) -> RowSettings:
         """How the sequences' tokens are chosen."""
-        _, length_R, _, _, top_k_R, seed_R, choice_R = self._integers
         temperature_R, top_p_R, min_p_R = self._floats
-        return RowSettings(temperature_R, top_k_R.int(), top_p_R, min_p_R, seed_R, choice_R, length_R)
+        keys = self._seed_R, self._choice_R, self.length_R
+        return RowSettings(temperature_R, self._top_k_R.int(), top_p_R, min_p_R, *keys)
 
     def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> bool:
         """Sends what this step needs to know of its sequences. Whether their roots had to be sent, too: the last step
@@ -172,13 +161,10 @@ class StepBuffers:
         """
         integers, floats = [], []
         for r, sequence in enumerate(sequences):
-            params, length = sequence.params, len(sequence.token_ids)
-            seed = signed64(sequence.seed % 2**64)
+            row = Row(sequence, ())
             keep = 0 if wanted is None else wanted[r]
-            choice = sequence.request.choice_index
-            top_k = min(params.top_k, 2**31 - 1)
-            integers.append((sequence.token_ids[-1], length, limits[r], keep, top_k, seed, choice))
-            floats.append((params.temperature, params.top_p, params.min_p))
+            integers.append((sequence.token_ids[-1], limits[r], keep, *row.integers))
+            floats.append(row.floats)
         padding = len(self._written) - len(sequences)
         self._wait(self._loaded)
         self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding).T)
@@ -231,7 +217,7 @@ class StepBuffers:
     def advance(self, root_R: Tensor, tokens_R: Tensor) -> None:
         """So many tokens have been decided, this one the last: the next trees may grow before the host knows."""
         self.root_R.copy_(root_R)
-        self._integers[1] += tokens_R
+        self.length_R.add_(tokens_R)
         self.limit_R.sub_(tokens_R)
 
     def send_result(self) -> Sent:

@@ -220,6 +220,7 @@ def _row_starts(sequences: int, rows: int, device: torch.device) -> Tensor:
         return torch.arange(0, sequences * rows + 1, rows, dtype=torch.int32, device=device)
 
 
-def signed64(mask: int) -> int:
-    """The int64 with the same bits as an unsigned 64-bit mask."""
-    return mask - (1 << 64) if mask >> 63 else mask
+def signed64(number: int) -> int:
+    """The int64 with the last 64 bits of a mask or a seed."""
+    bits = number % (1 << 64)
+    return bits - (1 << 64) if bits >> 63 else bits

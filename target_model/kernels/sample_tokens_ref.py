@@ -6,15 +6,21 @@ from torch import Tensor
 from target_model.kernels.gumbel_ref import for_rows, gumbel_at, gumbel_rows
 
 
-def smallest_kept(sorted_NK: Tensor, limit_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
-    """The smallest value [N, 1] that top-k (the limit), top-p and min-p keep, of values in descending order."""
+def filter_sorted(sorted_NK: Tensor, limit_N1: Tensor, top_p_N1: Tensor, min_p_N1: Tensor) -> Tensor:
+    """Values in descending order, -inf from the first one on that top-k (the limit), top-p or min-p leaves out."""
     rank_K = torch.arange(sorted_NK.shape[-1], device=sorted_NK.device)
-    sorted_NK = sorted_NK.masked_fill(rank_K >= limit_N[:, None], float("-inf"))
+    sorted_NK = sorted_NK.masked_fill(rank_K >= limit_N1, float("-inf"))
     probability_NK = sorted_NK.softmax(-1)
     # Without top-p nothing is cut, also where the sum rounds to 1 early.
-    kept_NK = (probability_NK.cumsum(-1) - probability_NK < top_p_N[:, None]) | (top_p_N[:, None] >= 1)
-    kept_NK &= (probability_NK >= min_p_N[:, None] * probability_NK[:, :1]) & (sorted_NK > float("-inf"))
-    return sorted_NK.gather(1, kept_NK.sum(-1, keepdim=True).clamp(min=1) - 1)
+    kept_NK = (probability_NK.cumsum(-1) - probability_NK < top_p_N1) | (top_p_N1 >= 1)
+    kept_NK &= probability_NK >= min_p_N1 * probability_NK[..., :1]
+    return sorted_NK.masked_fill(~kept_NK, float("-inf"))
+
+
+def smallest_kept(sorted_NK: Tensor, limit_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
+    """The smallest value [N, 1] that top-k (the limit), top-p and min-p keep, of values in descending order."""
+    kept_NK = filter_sorted(sorted_NK, limit_N[:, None], top_p_N[:, None], min_p_N[:, None])
+    return kept_NK.gather(1, (kept_NK > float("-inf")).sum(-1, keepdim=True).clamp(min=1) - 1)
 
 
 def thresholds(x_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor, min_p_N: Tensor) -> Tensor:
