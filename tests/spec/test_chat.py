@@ -145,24 +145,26 @@ def test_a_chunk_that_is_no_chunk_is_one_line(monkeypatch):
     assert "is not OpenAI's" in talk(Remote("http://other", None, None, Sampling()), "one")
 
 
+def wait_for(condition, process):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "spec chat has ended"
+        assert time.monotonic() < deadline, "spec chat hangs"
+        time.sleep(0.01)
+
+
 def test_ctrl_c_stops_the_answer_and_nothing_else():
-    made = service(FakeEngine(lambda request: [50], seconds=0.01, context=100_000))
-    with serving(made) as url:
+    engine = FakeEngine(lambda request: [50], seconds=0.01, context=100_000)
+    with serving(service(engine)) as url:
         command = [sys.executable, "-m", "spec.cli", "chat", "--url", url, "--tokens", "50000"]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         with subprocess.Popen(command, text=True, bufsize=1, **pipes) as process:
             for asked in (1, 2):
                 process.stdin.write("Go on\n")
-                deadline = time.monotonic() + 60
-                while len(made.engine.engine.seen) < asked or not made.engine.engine.steps:
-                    assert time.monotonic() < deadline and process.poll() is None
-                    time.sleep(0.01)
-                time.sleep(0.3)  # some of it is on the screen
+                wait_for(lambda asked=asked: len(engine.seen) == asked and engine.emitted[engine.seen[-1].id] > 20, process)
                 process.send_signal(signal.SIGINT)
-                while made.engine.engine.requests:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-            out, err = process.communicate("/quit\n", timeout=60)
+                wait_for(lambda: not engine.requests, process)
+            out, err = process.communicate("/quit\n", timeout=120)
     assert process.returncode == 0 and err == ""
     assert out.count("\nstopped\n") == 2
 
