@@ -24,7 +24,9 @@ SHAPES = (
     TreeConfig(5, 4, 24),
 )
 LONGEST_SAMPLE = 1024
-REPEATS = 4
+# Turns of every shape, and its steps in each. A step on the device begins the next one of the same shape ahead, so that
+# the third shows what it costs among others.
+TURNS, DEVICE_TURNS = (4, 1), (2, 3)
 PLAIN = 8  # steps without drafts, whose rows of the draft are timed together
 
 
@@ -42,7 +44,7 @@ def measure_costs(
     repeats counts, since whatever else the machine does only adds to it.
     """
     batches = sorted({1, min(4, max_running), min(16, max_running)})
-    room = 2 * REPEATS * sum(shape.depth + 1 for shape in shapes)
+    room = 8 * sum(shape.depth + 1 for shape in shapes)
     contexts = sorted({min(size, max(8, context - room)) for size in (64, LONGEST_SAMPLE)})
     costs, rows = [], []
     for batch in batches:
@@ -70,13 +72,13 @@ def _measure(
     # The shapes take turns, so a machine whose speed drifts slows all of them alike.
     times: dict[TreeConfig, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     clock = engine.runner.clock
-    for _ in range(REPEATS):
-        for engine.tree in shapes:
-            begin, drafted = time.perf_counter(), clock.draft
-            engine.step()
-            drafted = clock.draft - drafted
-            # All of a step counts, also what the host does around it.
-            times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
+    turns, steps = TURNS if engine.runner.device_step is None else DEVICE_TURNS
+    for engine.tree in (shape for _ in range(turns) for shape in shapes for _ in range(steps)):
+        begin, drafted = time.perf_counter(), clock.draft
+        engine.step()
+        drafted = clock.draft - drafted
+        # All of a step counts, also what the host does around it.
+        times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
     costs = [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
     engine.tree = OFF
     for _ in range(PLAIN):
