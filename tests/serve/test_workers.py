@@ -27,6 +27,7 @@ from serve.workers import TargetPlan, check_plan, lead_target
 from target_model.batch import Batch
 from target_model.errors import UserError
 from target_model.resolve import resolve_target
+from tests.devices import CPU_AND_TWO_GPUS
 from tests.serve.http_client import serving
 from tests.serve.pictures import data_url, picture, user
 
@@ -75,9 +76,9 @@ def test_what_cannot_be_split_is_refused_before_anything_starts():
 
 
 @contextmanager
-def server(tmp_path: Path, *options: str) -> Iterator[tuple[subprocess.Popen, str, int, Path]]:
+def server(tmp_path: Path, device: str, *options: str) -> Iterator[tuple[subprocess.Popen, str, int, Path]]:
     """`spec serve --tp 2` as a process: itself, its address, its worker's id, the file of its errors."""
-    command = [sys.executable, "-c", "from spec.cli import main; main()", "serve", "--tp", "2", "--device", "cpu"]
+    command = [sys.executable, "-c", "from spec.cli import main; main()", "serve", "--tp", "2", "--device", device]
     errors = tmp_path / "errors"
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TMPDIR": str(tmp_path)}
     with errors.open("w") as stderr:
@@ -135,17 +136,23 @@ def answers(url: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_one_process_and_a_lost_worker_ends_the_server(tmp_path: Path):
+def test_answers_are_those_of_one_process(tmp_path: Path):
     """With so few pages that requests push each other out and are computed again."""
     pages = 18
     engine, tokenizer, about = load_engine(EngineOptions("m3-tiny", device="cpu", pages=pages, language_only=False))
     with serving(make_service(engine, tokenizer, about)) as url:
         alone = answers(f"{url}/v1")
     assert engine.stats()["preemptions"] > 0
-    with server(tmp_path, "--pages", str(pages)) as (process, url, worker, errors):
+    with server(tmp_path, "cpu", "--pages", str(pages)) as (_, url, _, _):
         assert answers(url) == alone
         assert httpx.get(f"{url[:-3]}/stats", timeout=60).json()["engine"]["preemptions"] > 0
-        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.mark.parametrize("device", CPU_AND_TWO_GPUS)
+def test_a_lost_worker_ends_the_server(tmp_path: Path, device: str):
+    """An open stream gets the reason, the log one line, and nobody waits for an answer of the dead."""
+    with server(tmp_path, device) as (process, url, worker, errors):
+        body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.Client(timeout=60) as http, http.stream("POST", f"{url}/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
@@ -160,11 +167,11 @@ def test_answers_are_those_of_one_process_and_a_lost_worker_ends_the_server(tmp_
         assert list(tmp_path.glob("spec-workers-*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("device", CPU_AND_TWO_GPUS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_workers_end_with_the_server(tmp_path: Path, number: signal.Signals):
+def test_the_workers_end_with_the_server(tmp_path: Path, number: signal.Signals, device: str):
     """Killed alone, or told to stop as service managers do it, every process at once: then an open request may end."""
-    with server(tmp_path, "--draft", "none") as (process, url, worker, errors):
+    with server(tmp_path, device, "--draft", "none") as (process, url, worker, errors):
         if number == signal.SIGKILL:
             process.kill()
             assert process.wait(20) == -signal.SIGKILL
