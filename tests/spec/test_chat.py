@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import httpx
 import pytest
@@ -153,6 +154,10 @@ def wait_for(condition, process):
         time.sleep(0.01)
 
 
+def answering(engine, asked):
+    return len(engine.seen) == asked and engine.emitted[engine.seen[-1].id] > 20
+
+
 def test_ctrl_c_stops_the_answer_and_nothing_else():
     engine = FakeEngine(lambda request: [50], seconds=0.01, context=100_000)
     with serving(service(engine)) as url:
@@ -161,7 +166,7 @@ def test_ctrl_c_stops_the_answer_and_nothing_else():
         with subprocess.Popen(command, text=True, bufsize=1, **pipes) as process:
             for asked in (1, 2):
                 process.stdin.write("Go on\n")
-                wait_for(lambda asked=asked: len(engine.seen) == asked and engine.emitted[engine.seen[-1].id] > 20, process)
+                wait_for(partial(answering, engine, asked), process)
                 process.send_signal(signal.SIGINT)
                 wait_for(lambda: not engine.requests, process)
             out, err = process.communicate("/quit\n", timeout=120)
