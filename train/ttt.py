@@ -92,9 +92,8 @@ def choose_attention(kind: AttentionKind, features: Features, num_heads: int) ->
         return partial(explicit_attention, chosen_RQSS=chosen)
     half = features.aux.dtype in (torch.bfloat16, torch.float16)
     if kind == "auto":
-        # Packed documents through flash on CUDA have not been run on a GPU yet: only who asks for it gets it.
-        possible = half and not features.packed if features.aux.is_cuda else not half
-        kind = "flash" if possible else "explicit"
+        # PyTorch has flash attention in half precision for CUDA, and in full precision for CPUs.
+        kind = "flash" if half == features.aux.is_cuda else "explicit"
     if kind == "explicit":
         return explicit_attention
     if features.packed and features.aux.is_cuda:
