@@ -11,7 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from target_model.batch import Batch
-from target_model.kernels.common import PDL, POOL_FLOATS, cdiv, launch_options, power_of_two, require, require_tensor
+from target_model.kernels.common import (
+    PDL,
+    POOL_FLOATS,
+    begin,
+    cdiv,
+    launch_options,
+    power_of_two,
+    require,
+    require_tensor,
+)
 
 
 @triton.jit
@@ -33,9 +42,7 @@ def commit_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     layer = tl.program_id(0)
     r = tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)

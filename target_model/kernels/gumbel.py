@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import PDL, cdiv, launch_options, power_of_two, require, require_tensor
+from target_model.kernels.common import PDL, begin, cdiv, launch_options, power_of_two, require, require_tensor
 
 # What consecutive rows can have in common.
 SETTINGS = {"scale": torch.float32, "temperature": torch.float32, "top_p": torch.float32, "min_p": torch.float32}
@@ -53,9 +53,7 @@ def gumbel_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids + n * K + k, mask=k < K, other=0).to(tl.int32)

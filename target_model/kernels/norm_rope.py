@@ -18,6 +18,7 @@ from target_model.kernels.common import (
     FLOATS,
     PDL,
     POOL_FLOATS,
+    begin,
     cdiv,
     launch_options,
     power_of_two,
@@ -50,9 +51,7 @@ def norm_rope_kernel(
     INDEX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     NORMED: tl.constexpr = Q + K + (J + 1 if INDEX else 0)
     n = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

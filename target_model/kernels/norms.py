@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, PDL, launch_options, power_of_two, require_tensor
+from target_model.kernels.common import FLOATS, PDL, begin, launch_options, power_of_two, require_tensor
 
 
 @triton.jit
@@ -27,9 +27,7 @@ def add_norm_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     at = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, WIDTH)
     a = tl.load(x + at + h, mask=h < H, other=0.0).to(tl.float32)
@@ -54,9 +52,7 @@ def dual_norm_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, WIDTH)
     source, scale = first, first_scale

@@ -16,12 +16,38 @@ from target_model.kernels.common import (
     FLOATS,
     PDL,
     POOL_FLOATS,
+    begin,
     cdiv,
     launch_options,
     power_of_two,
     require,
     require_tensor,
 )
+
+
+@triton.jit
+def load_halves(heads, ok, HALF: tl.constexpr):
+    """Lower and upper dims, fp32 [H, HALF] both, of the heads [H] that these pointers show; 0 where not `ok`."""
+    at = heads[:, None] + tl.arange(0, HALF)[None, :]
+    low = tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32)
+    return low, tl.load(at + HALF, mask=ok[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotation(position, frequencies, turned, HALF: tl.constexpr):
+    """Cosine and sine of the angles at a position, fp32 [H, HALF] both; 1 and 0 for heads [H] that are not `turned`."""
+    angle = position.to(tl.float32) * tl.load(frequencies + tl.arange(0, HALF))
+    cos = tl.where(turned[:, None], tl.cos(angle)[None, :], 1.0)
+    sin = tl.where(turned[:, None], tl.sin(angle)[None, :], 0.0)
+    return cos, sin
+
+
+@triton.jit
+def store_halves(heads, ok, low, high, HALF: tl.constexpr):
+    """The other way round."""
+    at = heads[:, None] + tl.arange(0, HALF)[None, :]
+    tl.store(at, low.to(heads.dtype.element_ty), mask=ok[:, None])
+    tl.store(at + HALF, high.to(heads.dtype.element_ty), mask=ok[:, None])
 
 
 @triton.jit
@@ -39,32 +65,17 @@ def rope_write_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    i = tl.arange(0, HALF)
-    at = (t * (Q + 2 * K) + h)[:, None] * (2 * HALF) + i[None, :]
-    first = tl.load(packed + at, mask=(h < Q + 2 * K)[:, None], other=0.0).to(tl.float32)
-    second = tl.load(packed + at + HALF, mask=(h < Q + 2 * K)[:, None], other=0.0).to(tl.float32)
-    angle = tl.load(positions + t).to(tl.float32) * tl.load(frequencies + i)
-    turned = (h < Q + K)[:, None]
-    cos = tl.where(turned, tl.cos(angle)[None, :], 1.0)
-    sin = tl.where(turned, tl.sin(angle)[None, :], 0.0)
-    low, high = first * cos - second * sin, second * cos + first * sin
+    low, high = load_halves(packed + (t * (Q + 2 * K) + h) * (2 * HALF), h < Q + 2 * K, HALF)
+    cos, sin = rotation(tl.load(positions + t), frequencies, h < Q + K, HALF)
+    low, high = low * cos - high * sin, high * cos + low * sin
     slot = tl.load(physical_slots + t) * K
-    to = q + (t * Q + h)[:, None] * (2 * HALF) + i[None, :]
-    tl.store(to, low.to(q.dtype.element_ty), mask=(h < Q)[:, None])
-    tl.store(to + HALF, high.to(q.dtype.element_ty), mask=(h < Q)[:, None])
-    is_k = ((h >= Q) & (h < Q + K))[:, None]
-    to = k_pool + (slot + h - Q)[:, None] * (2 * HALF) + i[None, :]
-    tl.store(to, low.to(k_pool.dtype.element_ty), mask=is_k)
-    tl.store(to + HALF, high.to(k_pool.dtype.element_ty), mask=is_k)
-    is_v = ((h >= Q + K) & (h < Q + 2 * K))[:, None]
-    to = v_pool + (slot + h - Q - K)[:, None] * (2 * HALF) + i[None, :]
-    tl.store(to, low.to(v_pool.dtype.element_ty), mask=is_v)
-    tl.store(to + HALF, high.to(v_pool.dtype.element_ty), mask=is_v)
+    is_k, is_v = (h >= Q) & (h < Q + K), (h >= Q + K) & (h < Q + 2 * K)
+    store_halves(q + (t * Q + h) * (2 * HALF), h < Q, low, high, HALF)
+    store_halves(k_pool + (slot + h - Q) * (2 * HALF), is_k, low, high, HALF)
+    store_halves(v_pool + (slot + h - Q - K) * (2 * HALF), is_v, low, high, HALF)
 
 
 def rope_write(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from target_model.kernels import rotate_heads_ref
 from target_model.kernels.common import FLOATS, cdiv, power_of_two, require_tensor
+from target_model.kernels.rope_write import load_halves, rotation, store_halves
 
 
 @triton.jit
@@ -30,34 +31,25 @@ def rotate_heads_kernel(
     BACKWARD: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_q, is_k, is_v = h < Q, (h >= Q) & (h < Q + K), (h >= Q + K) & (h < Q + 2 * K)
-    in_packed = packed + (t * (Q + 2 * K) + h) * (2 * HALF) + i
-    in_q = q + (t * Q + h) * (2 * HALF) + i
-    in_k = k + (t * K + h - Q) * (2 * HALF) + i
-    in_v = v + (t * K + h - Q - K) * (2 * HALF) + i
-    angle = tl.load(positions + t).to(tl.float32) * tl.load(frequencies + i)
-    cos = tl.where(is_v, 1.0, tl.cos(angle))
-    sin = tl.where(is_v, 0.0, tl.sin(angle))
+    in_packed = packed + (t * (Q + 2 * K) + h) * (2 * HALF)
+    in_q = q + (t * Q + h) * (2 * HALF)
+    in_k = k + (t * K + h - Q) * (2 * HALF)
+    in_v = v + (t * K + h - Q - K) * (2 * HALF)
+    cos, sin = rotation(tl.load(positions + t), frequencies, h < Q + K, HALF)
     if BACKWARD:
-        first = tl.load(in_q, mask=is_q, other=0.0).to(tl.float32)
-        first += tl.load(in_k, mask=is_k, other=0.0) + tl.load(in_v, mask=is_v, other=0.0)
-        second = tl.load(in_q + HALF, mask=is_q, other=0.0).to(tl.float32)
-        second += tl.load(in_k + HALF, mask=is_k, other=0.0) + tl.load(in_v + HALF, mask=is_v, other=0.0)
-        tl.store(in_packed, (first * cos + second * sin).to(packed.dtype.element_ty), mask=h < Q + 2 * K)
-        tl.store(in_packed + HALF, (second * cos - first * sin).to(packed.dtype.element_ty), mask=h < Q + 2 * K)
+        low_q, high_q = load_halves(in_q, is_q, HALF)
+        low_k, high_k = load_halves(in_k, is_k, HALF)
+        low_v, high_v = load_halves(in_v, is_v, HALF)
+        low, high = low_q + low_k + low_v, high_q + high_k + high_v
+        store_halves(in_packed, h < Q + 2 * K, low * cos + high * sin, high * cos - low * sin, HALF)
     else:
-        first = tl.load(in_packed, mask=h < Q + 2 * K, other=0.0).to(tl.float32)
-        second = tl.load(in_packed + HALF, mask=h < Q + 2 * K, other=0.0).to(tl.float32)
-        low = (first * cos - second * sin).to(q.dtype.element_ty)
-        high = (second * cos + first * sin).to(q.dtype.element_ty)
-        tl.store(in_q, low, mask=is_q)
-        tl.store(in_q + HALF, high, mask=is_q)
-        tl.store(in_k, low, mask=is_k)
-        tl.store(in_k + HALF, high, mask=is_k)
-        tl.store(in_v, low, mask=is_v)
-        tl.store(in_v + HALF, high, mask=is_v)
+        low, high = load_halves(in_packed, h < Q + 2 * K, HALF)
+        low, high = low * cos - high * sin, high * cos + low * sin
+        store_halves(in_q, is_q, low, high, HALF)
+        store_halves(in_k, is_k, low, high, HALF)
+        store_halves(in_v, is_v, low, high, HALF)
 
 
 def rotate_heads(

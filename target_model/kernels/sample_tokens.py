@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require_tensor
+from target_model.kernels.common import FLOATS, PDL, begin, cdiv, launch_options, power_of_two, require_tensor
 from target_model.kernels.gumbel import noise_at, noise_tile, shared_by
 from target_model.kernels.sample_tokens_filters import (
     NO_TOKEN,
@@ -82,9 +82,7 @@ def first_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, k, p, smallest, whole = load_filters(n // share, temperatures, top_k, top_p, min_p, V)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -170,9 +168,7 @@ def decide_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n = tl.program_id(0).to(tl.int64)
     temperature, k, p, smallest, whole = load_filters(n // share, temperatures, top_k, top_p, min_p, V)
     seed, choice, position = load_keys(n, share, seeds, choices, positions)
@@ -223,9 +219,7 @@ def check_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(checked + n) != DONE:
         seed, choice, position = load_keys(n, share, seeds, choices, positions)
@@ -264,9 +258,7 @@ def last_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n = tl.program_id(0).to(tl.int64)
     token = tl.load(checked + n)
     if token != DONE:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, require_tensor
+from target_model.kernels.common import FLOATS, PDL, begin, cdiv, launch_options, require_tensor
 
 
 @triton.jit
@@ -19,9 +19,7 @@ def silu_product_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + t * 2 * I + i, mask=i < I, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, PDL, cdiv, launch_options, power_of_two, require, require_tensor
+from target_model.kernels.common import FLOATS, PDL, begin, cdiv, launch_options, power_of_two, require, require_tensor
 from target_model.kernels.gumbel import noise_at, noise_tile, shared_by
 from target_model.kernels.top_rows_groups import (
     GROUP,
@@ -49,9 +49,7 @@ def maxima_kernel(
     MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = chunk * CHUNK + tl.arange(0, CHUNK)
     value = tl.load(x + n * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
@@ -123,9 +121,7 @@ def best_kernel(
     MAPPED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     n = tl.program_id(0).to(tl.int64)
     keep_best_groups(maxima + n * groups, slots + n * K, groups, WIDTH, K, BLOCK)
     column = columns_of_groups(slots + n * K, K, BLOCK)

@@ -8,7 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from target_model.batch import Batch
-from target_model.kernels.common import FLOATS, PDL, POOL_FLOATS, launch_options, power_of_two, require, require_tensor
+from target_model.kernels.common import (
+    FLOATS,
+    PDL,
+    POOL_FLOATS,
+    begin,
+    launch_options,
+    power_of_two,
+    require,
+    require_tensor,
+)
 
 
 @triton.jit
@@ -21,9 +30,7 @@ def write_kernel(
     WIDTH_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(physical_slots + t)
     i = tl.arange(0, WIDTH_PAD)
