@@ -30,7 +30,7 @@ from serve.tree_tensors import accepted, ancestry, longest
 from target_model.batch import Batch
 from target_model.cache import PagedCache
 from target_model.kernels import ops
-from target_model.model import TargetModel
+from target_model.model import TargetModel, record_graph
 
 Halves = tuple[Callable[[], None], Callable[[], None]]  # draft and verify
 
@@ -168,20 +168,19 @@ class DeviceStep:
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
         """The halves of the next step of this size: captured, once they have run."""
         if size not in self._halves:
-            capture = self._captured if self.graphs else _as_it_is
-            self._halves[size] = draft if size.shape == OFF else capture(draft), capture(verify)
+            if self.graphs:
+                draft = draft if size.shape == OFF else self._captured(draft, record_graph).replay
+                verify = partial(self.target.replay, self._captured(verify, self.target.make_graph))
+            self._halves[size] = draft, verify
         return self._halves[size]
 
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+    def _captured(self, run: Callable[[], None], record: Callable[..., torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
         """A graph of what has just run for the first time. All graphs take turns in one pool of memory: what outlives a
         half lies in buffers outside of it.
         """
-        graph = torch.cuda.CUDAGraph()
-        # Another thread of the server may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        graph = record(run, self._pool)
         self._pool = graph.pool()
-        return graph.replay
+        return graph
 
     def _draft(self, size: Size, buffers: StepBuffers) -> None:
         """Grows the trees."""
@@ -294,7 +293,3 @@ class DeviceStep:
 
 def _nothing() -> None:
     """What a step without drafts has to draft."""
-
-
-def _as_it_is(run: Callable[[], None]) -> Callable[[], None]:
-    return run

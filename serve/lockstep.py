@@ -4,6 +4,8 @@ A message through a pipe says what is to be run, the tensors of the batch follow
 requests, drafts and samples. Shapes: T rows, H hidden, R sequences, M moves.
 """
 
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +19,7 @@ from torch import Tensor
 from target_model.batch import Batch
 from target_model.cache import DraftKVShape, PagedCache
 from target_model.config import M3Config
-from target_model.model import Recorder, TargetOutput
+from target_model.model import Recorder, TargetOutput, record_graph
 from target_model.quantised_formats import Format
 from target_model.sharding import Shard, ShardedTarget
 
@@ -79,14 +81,39 @@ class DropCache:
 
 
 @dataclass(frozen=True)
+class BeginGraph:
+    """What follows, up to EndGraph, is not run but becomes a CUDA graph."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class EndGraph:
+    pass
+
+
+@dataclass(frozen=True)
+class ReplayGraph:
+    number: int
+
+
+@dataclass(frozen=True)
+class DropGraph:
+    number: int
+
+
+@dataclass(frozen=True)
 class Stop:
     pass
 
 
 class Followers(Protocol):
-    """How the leader reaches the others. `on_loss` is told why, before this process ends because one is gone."""
+    """How the leader reaches the others. `on_loss` is told why, before this process ends because one is gone. `graphs`:
+    those of the leader in which it works with the others, and their numbers. NCCL lets nobody leave while they exist.
+    """
 
     on_loss: Callable[[str], None]
+    graphs: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int]
 
     def tell(self, message: Any) -> None:
         """Sends a message to all of them."""
@@ -124,19 +151,41 @@ class LeaderTarget(ShardedTarget):
     ):
         super().__init__(config, shard, dtype, vision=vision, formats=formats)
         self.followers = followers
-        self._caches = 0
-        self._dropped: list[int] = []
+        self._numbers = itertools.count()
+        self._dropped: list[DropCache | DropGraph] = []
 
     def make_cache(self, pages: int, *, draft: DraftKVShape | None = None, **types: torch.dtype | None) -> LeaderCache:
         """As TargetModel's, in every process."""
-        while self._dropped:
-            self.followers.tell(DropCache(self._dropped.pop()))
-        number, self._caches = self._caches, self._caches + 1
+        number = self._next()
         self.followers.tell(MakeCache(number, pages, types))
         options = {"dtype": self.dtype, "device": self.device, "draft": draft, **types}
         cache = LeaderCache(number, self.followers, self.config, pages, **options)
-        weakref.finalize(cache, self._dropped.append, number)
+        weakref.finalize(cache, self._dropped.append, DropCache(number))
         return cache
+
+    def make_graph(self, run: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+        """As TargetModel's: every process makes a graph of its part."""
+        number = self._next()
+        with self.followers.guard():
+            self.followers.tell(BeginGraph(number))
+            try:
+                graph = super().make_graph(run, pool)
+            finally:
+                self.followers.tell(EndGraph())
+        self.followers.graphs[graph] = number
+        weakref.finalize(graph, self._dropped.append, DropGraph(number))
+        return graph
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        with self.followers.guard():
+            self.followers.tell(ReplayGraph(self.followers.graphs[graph]))
+            super().replay(graph)
+
+    def _next(self) -> int:
+        """Of caches and graphs; the others hear of those that are gone."""
+        while self._dropped:
+            self.followers.tell(self._dropped.pop())
+        return next(self._numbers)
 
     def forward(
         self, batch: Batch, cache: LeaderCache, taps: Sequence[int] = (), recorder: Recorder | None = None
@@ -158,34 +207,53 @@ class LeaderTarget(ShardedTarget):
 
 def follow(target: ShardedTarget, receive: Callable[[], Any]) -> None:
     """Repeats what the leader does until it says stop."""
-    caches: dict[int, PagedCache] = {}
-    batches: dict[int, Batch] = {}
+    with torch.inference_mode():
+        _Follower(target, receive).repeat(Stop)
 
-    def broadcast(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        received = torch.empty(shape, dtype=dtype, device=target.device)
+
+class _Follower:
+    def __init__(self, target: ShardedTarget, receive: Callable[[], Any]):
+        self.target, self.receive = target, receive
+        self.caches: dict[int, PagedCache] = {}
+        self.batches: dict[int, Batch] = {}  # of the last pass over each cache
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool: tuple[int, int] | None = None
+
+    def repeat(self, end: type) -> None:
+        """What it is told, up to a message of this type."""
+        while not isinstance(message := self.receive(), end):
+            self._do(message)
+
+    def _do(self, message: Any) -> None:
+        target, caches, batches = self.target, self.caches, self.batches
+        match message:
+            case ReplayGraph(number):
+                self.graphs[number].replay()
+            case Forward(cache, layout, choice_of):
+                integers = self._broadcast((_size(layout),), torch.int64)
+                features = None if layout.features is None else self._broadcast(layout.features, target.dtype)
+                batches[cache] = unpack(layout, integers, features)
+                recorder = None if choice_of is None else Recorder(choice_of=choice_of)
+                target(batches[cache], caches[cache], recorder=recorder)
+            case Logits(shape):
+                target.scores(self._broadcast(shape, target.dtype))
+            case Commit(cache, shape):
+                caches[cache].commit(batches[cache], self._broadcast(shape, torch.int64))
+            case BeginGraph(number):
+                graph = self.graphs[number] = record_graph(functools.partial(self.repeat, EndGraph), self.pool)
+                self.pool = graph.pool()
+            case DropGraph(number):
+                self.graphs.pop(number)
+            case MakeCache(number, pages, types):
+                caches[number] = target.make_cache(pages, **types)
+            case DropCache(number):
+                caches.pop(number)
+                batches.pop(number, None)
+
+    def _broadcast(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        received = torch.empty(shape, dtype=dtype, device=self.target.device)
         dist.broadcast(received, 0)
         return received
-
-    with torch.inference_mode():
-        while True:
-            match receive():
-                case Forward(cache, layout, choice_of):
-                    integers = broadcast((_size(layout),), torch.int64)
-                    features = None if layout.features is None else broadcast(layout.features, target.dtype)
-                    batches[cache] = unpack(layout, integers, features)
-                    recorder = None if choice_of is None else Recorder(choice_of=choice_of)
-                    target(batches[cache], caches[cache], recorder=recorder)
-                case Logits(shape):
-                    target.scores(broadcast(shape, target.dtype))
-                case Commit(cache, shape):
-                    caches[cache].commit(batches[cache], broadcast(shape, torch.int64))
-                case MakeCache(number, pages, types):
-                    caches[number] = target.make_cache(pages, **types)
-                case DropCache(number):
-                    caches.pop(number)
-                    batches.pop(number, None)
-                case Stop():
-                    return
 
 
 def pack(batch: Batch) -> tuple[BatchLayout, Tensor]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -75,6 +76,7 @@ class Crew:
         self.size = plan.size
         self._meeting = tempfile.mkdtemp(prefix="spec-workers-")
         self.on_loss: Callable[[str], None] = lambda reason: None
+        self.graphs: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
         self._closing = False
         self._lost = threading.Event()
         context = multiprocessing.get_context("spawn")
@@ -127,6 +129,8 @@ class Crew:
             return
         self._closing = True
         atexit.unregister(self.close)
+        for graph in list(self.graphs):
+            graph.reset()
         with contextlib.suppress(OSError):
             self.tell(Stop())
         # All ranks leave the group together; one that does not come must not hold up the others for ever.

@@ -4,7 +4,7 @@ Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A =
 blocks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,6 +53,15 @@ class Recorder:
     @property
     def complete(self) -> bool:
         return self.choice_of is None
+
+
+def record_graph(run: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+    """What `run` does on the device, as a graph. It has run before: nothing is compiled or set up in a capture."""
+    graph = torch.cuda.CUDAGraph()
+    # Another thread of the server may use the device meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph
 
 
 class DecoderLayer(nn.Module):
@@ -224,6 +233,14 @@ class TargetModel(nn.Module):
     def logits(self, final_state: Tensor) -> Tensor:
         """The same in fp32."""
         return self.scores(final_state).float()
+
+    def make_graph(self, run: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+        """What `run` asks of this model and does besides, as a CUDA graph in that pool of memory."""
+        return record_graph(run, pool)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Runs such a graph once more."""
+        graph.replay()
 
     @torch.no_grad()
     def capture(

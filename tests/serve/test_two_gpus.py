@@ -34,12 +34,17 @@ def whole() -> TargetModel:
     return load_target("m3-tiny", device=DEVICE)
 
 
-@pytest.mark.parametrize("settings", ["greedy", "sampled", "on the host"])
+@pytest.mark.parametrize("device_step", [False, True])
+@pytest.mark.parametrize("settings", ["greedy", "sampled"])
 @pytest.mark.parametrize("tree", TREES)
-def test_two_gpus_say_what_one_says(split, whole, tree, settings):
+def test_two_gpus_say_what_one_says(split, whole, tree, settings, device_step):
+    """Operation by operation, and as CUDA graphs that every process replays."""
     prompts, params = [split.render(question) for question in QUESTIONS], five_requests(settings)
-    engine = Engine(split.target, split.draft if TREES[tree] else None, TREES[tree], pages=200, device_step=False)
+    draft = split.draft if TREES[tree] else None
+    engine = Engine(split.target, draft, TREES[tree], pages=200, device_step=device_step)
     answers = engine.generate(prompts, params)
     check_choices(whole, prompts, answers, params)
     if tree != "plain":
         assert engine.stats()["acceptance_length"] > 1.2
+    if device_step and DEVICE == "cuda":
+        assert split.target.followers.graphs
