@@ -99,6 +99,8 @@ def processes(device: torch.device) -> Iterator[tuple[int, int]]:
     deepspeed.init_distributed("nccl" if device.type == "cuda" else "gloo", verbose=False)
     # `resolve_device` has set the device of this process. DeepSpeed tells torch of it only where there are several.
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+    # DeepSpeed's collectives under older names, in every step of ZeRO 3.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     try:
         yield torch.distributed.get_rank(), torch.distributed.get_world_size()
         # Not after an error: the other ranks may never get here.
