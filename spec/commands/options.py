@@ -1,7 +1,9 @@
 """Options that several commands share."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +30,20 @@ Processes = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampled answers.")]
+
+
+def with_fields(run: Callable[[Any], None]) -> Callable[..., None]:
+    """A command whose options are the fields of the dataclass that `run` takes: a field's annotation says what its
+    option is, its default is the option's.
+    """
+    (parameter,) = inspect.signature(run).parameters.values()
+
+    def command(**values: Any) -> None:
+        run(parameter.annotation(**values))
+
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = inspect.signature(parameter.annotation)
+    return command
 
 
 def draft_name(option: str) -> str | None:

@@ -1,11 +1,19 @@
 """`spec serve`: the OpenAI-compatible server."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spec.commands.options import Device, Draft, Dummy, Layers, Processes, Target, draft_name
+from spec.commands.options import Device, Draft, Dummy, Layers, Processes, Target, draft_name, with_fields
+from target_model.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from serve.load import EngineOptions
+    from serve.tree import TreeConfig
 
 TYPES = ("float32", "bfloat16", "float16")
 TREE = typer.Option(
@@ -31,6 +39,7 @@ DRAFT_ATTENTION = typer.Option(
 DRAFT_WEIGHTS = typer.Option(
     help="mxfp8 or mxfp4: quantise what the draft multiplies with; no answer depends on it. Default: as in its files."
 )
+GRAPHS = typer.Option("--cuda-graphs/--no-cuda-graphs", help="On a GPU: whole decode steps as CUDA graphs.")
 CONTEXT = typer.Option(min=2, help="Tokens of prompt and answer. Default: the target's limit.")
 PAGES = typer.Option(min=1, help="Pages of the cache. Default: 32 contexts, at most 65,536 tokens.")
 PREFILL = typer.Option(min=1, help="Prompt tokens computed in one step. Default: 512, on a GPU 4096.")
@@ -46,124 +55,130 @@ REQUEST_TIMEOUT = typer.Option(min=0.1, help="Seconds after which a request is e
 DRAIN_TIMEOUT = typer.Option(min=0, help="Seconds that open requests have when the server is told to stop.")
 
 
-def serve(
-    target: Target = "m3-tiny",
-    draft: Draft = "eagle3",
-    tree: Annotated[str | None, TREE] = None,
-    tree_file: Annotated[Path | None, TREE_FILE] = None,
-    sampling: Annotated[str, SAMPLING] = "coupled",
-    synthetic_acceptance_length: Annotated[float | None, SYNTHETIC] = None,
-    host: Annotated[str, HOST] = "127.0.0.1",
-    port: Annotated[int, PORT] = 8000,
-    model_name: Annotated[str | None, MODEL_NAME] = None,
-    device: Device = "auto",
-    tensor_parallel: Processes = 1,
-    dtype: Annotated[str | None, DTYPE] = None,
-    kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto",
-    index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto",
-    draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None,
-    draft_weights: Annotated[str | None, DRAFT_WEIGHTS] = None,
-    draft_attention: Annotated[str, DRAFT_ATTENTION] = "full",
-    cuda_graphs: Annotated[
-        bool, typer.Option("--cuda-graphs/--no-cuda-graphs", help="On a GPU: whole decode steps as CUDA graphs.")
-    ] = True,
-    dummy_weights: Dummy = None,
-    layers: Layers = None,
-    context: Annotated[int | None, CONTEXT] = None,
-    pages: Annotated[int | None, PAGES] = None,
-    prefill_tokens: Annotated[int | None, PREFILL] = None,
-    max_running: Annotated[int, RUNNING] = 32,
-    max_open: Annotated[int, OPEN] = 1024,
-    pictures: Annotated[Path | None, PICTURES] = None,
-    language_only: Annotated[bool, LANGUAGE_ONLY] = False,
-    api_key: Annotated[list[str] | None, API_KEY] = None,
-    max_body_mb: Annotated[float, MAX_BODY] = 64,
-    request_timeout: Annotated[float, REQUEST_TIMEOUT] = 3600,
-    drain_timeout: Annotated[int, DRAIN_TIMEOUT] = 30,
-) -> None:
-    """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
-    import torch
+@dataclass(frozen=True)
+class Options:
+    """What `spec serve` can be told, in the order of its help."""
 
-    from serve.load import EngineOptions
+    target: Target = "m3-tiny"
+    draft: Draft = "eagle3"
+    tree: Annotated[str | None, TREE] = None
+    tree_file: Annotated[Path | None, TREE_FILE] = None
+    sampling: Annotated[str, SAMPLING] = "coupled"
+    synthetic_acceptance_length: Annotated[float | None, SYNTHETIC] = None
+    host: Annotated[str, HOST] = "127.0.0.1"
+    port: Annotated[int, PORT] = 8000
+    model_name: Annotated[str | None, MODEL_NAME] = None
+    device: Device = "auto"
+    tensor_parallel: Processes = 1
+    dtype: Annotated[str | None, DTYPE] = None
+    kv_cache_dtype: Annotated[str, KV_DTYPE] = "auto"
+    index_cache_dtype: Annotated[str, INDEX_DTYPE] = "auto"
+    draft_dtype: Annotated[str | None, DRAFT_DTYPE] = None
+    draft_weights: Annotated[str | None, DRAFT_WEIGHTS] = None
+    draft_attention: Annotated[str, DRAFT_ATTENTION] = "full"
+    cuda_graphs: Annotated[bool, GRAPHS] = True
+    dummy_weights: Dummy = None
+    layers: Layers = None
+    context: Annotated[int | None, CONTEXT] = None
+    pages: Annotated[int | None, PAGES] = None
+    prefill_tokens: Annotated[int | None, PREFILL] = None
+    max_running: Annotated[int, RUNNING] = 32
+    max_open: Annotated[int, OPEN] = 1024
+    pictures: Annotated[Path | None, PICTURES] = None
+    language_only: Annotated[bool, LANGUAGE_ONLY] = False
+    api_key: Annotated[list[str] | None, API_KEY] = None
+    max_body_mb: Annotated[float, MAX_BODY] = 64
+    request_timeout: Annotated[float, REQUEST_TIMEOUT] = 3600
+    drain_timeout: Annotated[int, DRAIN_TIMEOUT] = 30
+
+
+@with_fields
+def serve(options: Options) -> None:
+    """Serve a target and its draft behind an OpenAI-compatible API. What was chosen is printed at the start."""
     from serve.pictures import PictureLimits
     from serve.server import ServeOptions, run
     from serve.service import Settings
-    from serve.tree import TreeConfig
-    from spec.pair import cache_dtype, choose_device, dummy_weights_option
-    from spec.tree_file import read_tree
-    from target_model.errors import UserError
 
-    if tree is not None and tree_file is not None:
-        raise UserError("--tree and --tree-file exclude each other")
-    if draft_name(draft) is None:
-        _refuse_draft_options(
-            tree, tree_file, sampling, synthetic_acceptance_length, draft_dtype, draft_weights, draft_attention
+    settings = Settings(
+        api_keys=tuple(options.api_key or ()),
+        max_body=int(options.max_body_mb * 2**20),
+        request_timeout=options.request_timeout,
+        drain_timeout=options.drain_timeout,
+        pictures=PictureLimits(options.pictures),
+    )
+    run(
+        ServeOptions(
+            _engine(options),
+            host=options.host,
+            port=options.port,
+            model_name=options.model_name,
+            max_open=options.max_open,
+            settings=settings,
         )
-    shape = None if tree in (None, "adaptive") else TreeConfig.parse(tree)
-    for name in (dtype, draft_dtype):
-        if name is not None and name not in TYPES:
-            raise UserError(f"unknown dtype {name!r}: expected one of {', '.join(TYPES)}")
-    engine = EngineOptions(
-        target=target,
-        draft=draft_name(draft),
-        tree=shape if tree_file is None else read_tree(tree_file),
-        adaptive=tree == "adaptive",
-        sampling=sampling,
-        synthetic_acceptance=synthetic_acceptance_length,
-        device=choose_device(device),
-        dtype=None if dtype is None else getattr(torch, dtype),
-        draft_dtype=None if draft_dtype is None else getattr(torch, draft_dtype),
-        draft_weights=draft_weights,
-        draft_attention=draft_attention,
-        device_step=None if cuda_graphs else False,
+    )
+
+
+def _engine(options: Options) -> "EngineOptions":
+    from serve.load import EngineOptions
+    from spec.pair import cache_dtype, choose_device, dummy_weights_option
+
+    if draft_name(options.draft) is None:
+        _refuse_draft_options(options)
+    return EngineOptions(
+        target=options.target,
+        draft=draft_name(options.draft),
+        tree=_tree(options),
+        adaptive=options.tree == "adaptive",
+        sampling=options.sampling,
+        synthetic_acceptance=options.synthetic_acceptance_length,
+        device=choose_device(options.device),
+        dtype=_dtype(options.dtype),
+        draft_dtype=_dtype(options.draft_dtype),
+        draft_weights=options.draft_weights,
+        draft_attention=options.draft_attention,
+        device_step=None if options.cuda_graphs else False,
         warm_up=True,
-        kv_dtype=cache_dtype(kv_cache_dtype),
-        index_dtype=cache_dtype(index_cache_dtype),
-        dummy=dummy_weights_option(dummy_weights, layers),
-        pages=pages,
-        context=context,
-        prefill_tokens=prefill_tokens,
-        max_running=max_running,
-        language_only=language_only,
-        tensor_parallel=tensor_parallel,
+        kv_dtype=cache_dtype(options.kv_cache_dtype),
+        index_dtype=cache_dtype(options.index_cache_dtype),
+        dummy=dummy_weights_option(options.dummy_weights, options.layers),
+        pages=options.pages,
+        context=options.context,
+        prefill_tokens=options.prefill_tokens,
+        max_running=options.max_running,
+        language_only=options.language_only,
+        tensor_parallel=options.tensor_parallel,
     )
-    options = ServeOptions(
-        engine,
-        host=host,
-        port=port,
-        model_name=model_name,
-        max_open=max_open,
-        settings=Settings(
-            api_keys=tuple(api_key or ()),
-            max_body=int(max_body_mb * 2**20),
-            request_timeout=request_timeout,
-            drain_timeout=drain_timeout,
-            pictures=PictureLimits(pictures),
-        ),
-    )
-    run(options)
 
 
-def _refuse_draft_options(
-    tree: str | None,
-    tree_file: Path | None,
-    sampling: str,
-    synthetic_acceptance_length: float | None,
-    draft_dtype: str | None,
-    draft_weights: str | None,
-    draft_attention: str,
-) -> None:
+def _tree(options: Options) -> "TreeConfig | None":
+    from serve.tree import TreeConfig
+    from spec.tree_file import read_tree
+
+    if options.tree_file is None:
+        return None if options.tree in (None, "adaptive") else TreeConfig.parse(options.tree)
+    if options.tree is not None:
+        raise UserError("--tree and --tree-file exclude each other")
+    return read_tree(options.tree_file)
+
+
+def _dtype(name: str | None) -> "torch.dtype | None":
+    import torch
+
+    if name is not None and name not in TYPES:
+        raise UserError(f"unknown dtype {name!r}: expected one of {', '.join(TYPES)}")
+    return None if name is None else getattr(torch, name)
+
+
+def _refuse_draft_options(options: Options) -> None:
     """Without a draft these would be ignored."""
-    from target_model.errors import UserError
-
     given = {
-        "--tree": tree is not None,
-        "--tree-file": tree_file is not None,
-        "--sampling rejection": sampling == "rejection",
-        "--synthetic-acceptance-length": synthetic_acceptance_length is not None,
-        "--draft-dtype": draft_dtype is not None,
-        "--draft-weights": draft_weights is not None,
-        "--draft-attention": draft_attention != "full",
+        "--tree": options.tree is not None,
+        "--tree-file": options.tree_file is not None,
+        "--sampling rejection": options.sampling == "rejection",
+        "--synthetic-acceptance-length": options.synthetic_acceptance_length is not None,
+        "--draft-dtype": options.draft_dtype is not None,
+        "--draft-weights": options.draft_weights is not None,
+        "--draft-attention": options.draft_attention != "full",
     }
     for name, is_given in given.items():
         if is_given:
