@@ -1,12 +1,13 @@
 """Errors meant for people, and writing that never leaves half a file behind."""
 
 import contextlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 class UserError(ValueError):
@@ -43,6 +44,13 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Writes a value as indented JSON, whole or not at all."""
+    with atomic_write(path, "w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
 
 
 @contextlib.contextmanager

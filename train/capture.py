@@ -1,7 +1,6 @@
 """Writes an offline feature store: the frozen target runs once over the data, by shards, and may be interrupted."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor
 from draft_model.config import DraftConfig, read_json
 from draft_model.resolve import resolve_draft
 from target_model.checkpoint import load_target
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, atomic_write, write_json
 from target_model.resolve import ResolvedTarget, resolve_target
 from target_model.tokenizer import load_tokenizer
 from train.config import TrainConfig
@@ -91,14 +90,14 @@ def capture_store(
     note(f"features take {size / 1e9:.3f} GB, {missing / 1e9:.3f} GB of them to write; {free / 1e9:.3f} GB free")
     if plan_only:
         return None
-    _write_manifest(directory, manifest | {"complete": False, "refused": 0})
+    write_json(directory / MANIFEST, manifest | {"complete": False, "refused": 0})
     if len(done) < manifest["shards"]:
         model = load_target(config.target, dtype=compute, device=device)
         # The captured steps play no part: a row's valid steps follow from its spans, whatever the run's length.
         source = OnlineCapture(model, rows, taps, 1, capture_rows=config.features.capture_rows)
         _write_missing(directory, source, manifest, done, note)
     refused = sum(done.values())
-    _write_manifest(directory, manifest | {"complete": True, "refused": refused})
+    write_json(directory / MANIFEST, manifest | {"complete": True, "refused": refused})
     size = sum((directory / shard_name(number)).stat().st_size for number in done)
     return CaptureResult(directory, len(rows) - refused, refused, size)
 
@@ -122,12 +121,6 @@ def _description(
         "shard_rows": shard_rows,
         "shards": -(-len(rows) // shard_rows),
     }
-
-
-def _write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
-    with atomic_write(directory / MANIFEST, "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.write("\n")
 
 
 def _check_place(directory: Path, manifest: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from spec.bench.tables import print_definitions, print_rows
 from spec.pair import Pair, pairs_of
 from spec.suites import Prompt, Suite, load_suite
 from spec.tree_file import read_tree
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 
 MAX_CHAIN = 16
 THINKING = {"off": (False,), "on": (True,), "both": (False, True)}
@@ -213,8 +213,7 @@ def longest_context(pair: Pair, prompts: list[Prompt], tokens: int) -> int:
 
 def _write(result: dict[str, Any], recordings: dict[str, Recording], outputs: Outputs, console: Console) -> None:
     if outputs.json is not None:
-        with atomic_write(outputs.json, "w") as file:
-            json.dump(result, file, indent=1)
+        write_json(outputs.json, result)
         console.print(f"written: {outputs.json}")
     if outputs.report is not None:
         write_report(result, outputs.report, recordings)

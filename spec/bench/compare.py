@@ -13,7 +13,7 @@ from rich.table import Table
 from spec.bench.bootstrap import difference, holm
 from spec.bench.results import read_result
 from spec.bench.tables import NOT_AVAILABLE, bounds, number
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 
 PUBLISHED = "published"
 LEVEL = 0.05
@@ -31,8 +31,7 @@ def run(first: Path, second: str, path: Path | None) -> None:
         compared = compare(result, read_result(second))
         _print_compared(console, compared, str(first), second)
     if path is not None:
-        with atomic_write(path, "w") as file:
-            json.dump(compared, file, indent=1)
+        write_json(path, compared)
     differing = sum(bool(row["differs"]) for row in compared["rows"])
     print(json.dumps({"benchmark": "compare", "rows": len(compared["rows"]), "differ": differing}))
 

@@ -25,7 +25,7 @@ from spec.bench.sweep import TOP_K, TOP_P
 from spec.pair import choose_device, load_pair
 from spec.suites import BENCHMARKS, load_suite
 from target_model.batch import MAX_SCRATCH
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 from target_model.format_coverage import parameter_formats
 from target_model.resolve import target_config
 from target_model.tokenizer import Tokenizer
@@ -56,8 +56,7 @@ def run(settings: Settings, output: Path | None, console: Console | None = None)
         "fastest": {batch: row.to_json() for batch, row in fastest(rows).items()},
     }
     if output is not None:
-        with atomic_write(output, "w") as file:
-            json.dump(result, file, indent=1)
+        write_json(output, result)
         console.print(f"written: {output}")
     print(json.dumps(result))
 

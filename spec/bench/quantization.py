@@ -26,7 +26,7 @@ from spec.suites import HELD_OUT, load_suite
 from target_model.batch import MAX_SCRATCH, Batch
 from target_model.cache import PagedCache
 from target_model.checkpoint import load_target
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 from target_model.model import TargetModel
 from target_model.quantise_checkpoint import quantise_checkpoint
 from target_model.quantised import QuantisedWeight
@@ -93,8 +93,7 @@ def run(target: str, draft: str | None, rows: int, prompts: int, tokens: int, js
     console.print("\n".join(about.lines[:2]))
     console.print(_table(results, f"{target}: {len(texts)} rows, {produced:,} tokens; AL on {prompts} prompts"))
     if json_path is not None:
-        with atomic_write(json_path, "w") as file:
-            json.dump([asdict(result) for result in results], file, indent=1)
+        write_json(json_path, [asdict(result) for result in results])
     return results
 
 

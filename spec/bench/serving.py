@@ -17,7 +17,7 @@ from spec.bench.percentiles import PERCENTILES, spread
 from spec.bench.server_counters import Drafting, read_drafting
 from spec.streaming import ServerError, connect, find_model, stream_chat
 from spec.suites import load_suite
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 
 DEFINITIONS = {
     "TTFT": "from sending a request to its first text",
@@ -152,8 +152,7 @@ def run(settings: Settings, api_key: str | None, json_path: Path | None) -> bool
     _print(Console(), summary, errors)
     if json_path is not None:
         whole = {**summary, "settings": asdict(settings), "definitions": DEFINITIONS}
-        with atomic_write(json_path, "w") as file:
-            json.dump({**whole, "records": [asdict(record) for record in result.records]}, file, indent=1)
+        write_json(json_path, {**whole, "records": [asdict(record) for record in result.records]})
     print(json.dumps(summary))
     return not errors
 

@@ -15,7 +15,7 @@ from serve.budget import OFF
 from spec.bench.costs import StepCosts, costs_json, measure
 from spec.pair import load_pair
 from target_model.dummy import DummyWeights
-from target_model.errors import atomic_write
+from target_model.errors import write_json
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ def run(settings: Settings, output: Path | None, console: Console | None = None)
     costs = measure(pair, settings.batch, context=0)
     console.print(costs_table(costs))
     if output is not None:
-        with atomic_write(output, "w") as file:
-            json.dump(costs_json(costs), file, indent=1)
+        write_json(output, costs_json(costs))
         console.print(f"costs: {output}")
     plain = {str(batch): round(1000 * costs.seconds(OFF, batch), 3) for batch in costs.batches}
     print(json.dumps({"benchmark": "costs", "plain_ms": plain}))

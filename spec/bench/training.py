@@ -26,7 +26,7 @@ from torch import Tensor
 from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
 from spec.bench.plain_step import flex_rows, masked_rows, plain_loss
-from target_model.errors import UserError, atomic_write
+from target_model.errors import UserError, write_json
 from target_model.kernels import ops
 from train.config import TrainConfig, parse_config
 from train.data import valid_steps
@@ -155,7 +155,8 @@ def measure_ours(config: DraftConfig, features: Features, settings: Settings, de
     """Whole optimizer steps of the engine that `spec train` uses. Long rows work the layer out twice."""
     dtype = features.aux.dtype
     teacher = Teacher(_teacher_head(config, device, dtype), None)
-    engine = DraftEngine(random_draft(config, device), teacher, _train_config(settings, features, device), dtype)
+    asked = _train_config(settings, features.token_ids.shape[1], device.type)
+    engine = DraftEngine(random_draft(config, device), teacher, asked, dtype)
     weights = _weights(features, settings.ttt_steps)
 
     def step() -> float:
@@ -168,8 +169,7 @@ def measure_ours(config: DraftConfig, features: Features, settings: Settings, de
         engine.close()
 
 
-def _train_config(settings: Settings, features: Features, device: torch.device) -> TrainConfig:
-    length = features.token_ids.shape[1]
+def _train_config(settings: Settings, length: int, device_name: str) -> TrainConfig:
     return parse_config(
         {
             "name": "bench",
@@ -178,7 +178,7 @@ def _train_config(settings: Settings, features: Features, device: torch.device) 
             "schedule": {"steps": 1},
             "loss": {"chunk_elements": 1 << 31},
             "engine": {
-                "device": device.type,
+                "device": device_name,
                 "micro_batch": 1,
                 "zero_stage": settings.zero_stage,
                 "activation_checkpointing": length > 8192,
@@ -236,10 +236,7 @@ def _timed(
 
 def run(settings: Settings, device_name: str, json_path: Path | None) -> list[Measurement]:
     """Measures, prints a table and, last, one JSON line."""
-    asked = parse_config(
-        {"name": "bench", "data": {"path": "x"}, "schedule": {"steps": 1}, "engine": {"device": device_name}}
-    )
-    device, dtype = resolve_device(asked)
+    device, dtype = resolve_device(_train_config(settings, settings.sequence, device_name))
     if device.type == "cpu" and not settings.small:
         raise UserError("at MiniMax-M3's size the draft needs a CUDA device; --small tries the command on a CPU")
     config = draft_config(settings.small)
@@ -264,8 +261,7 @@ def run(settings: Settings, device_name: str, json_path: Path | None) -> list[Me
     result = {"device": _device_name(device), "torch": torch.__version__, "settings": asdict(settings)}
     result["results"] = [asdict(each) for each in results]
     if json_path is not None:
-        with atomic_write(json_path, "w") as file:
-            json.dump(result, file, indent=1)
+        write_json(json_path, result)
     print(json.dumps(result))
     return results
 
