@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import FLOATS, LOG2_E, PDL, launch_options, power_of_two, require_tensor
-from target_model.kernels.linear_kl_ref import scaled
+from target_model.kernels.common import FLOATS, LOG2_E, PDL, begin, cdiv, launch_options, power_of_two, require_tensor
 
 BITS = tl.constexpr(LOG2_E)  # exp(x) = exp2(BITS x)
 
@@ -145,6 +144,34 @@ def add_product(total_MN: Tensor | None, a_KM: Tensor, b_KN: Tensor) -> Tensor:
     return torch.addmm(total_MN, a_KM.T, b_KN, out_dtype=torch.float32, out=total_MN)
 
 
+@triton.jit
+def scale_kernel(
+    total,  # fp32 [count]
+    factor,  # [] a float
+    out,  # [count]
+    count,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(total + i, mask=i < count, other=0.0, eviction_policy="evict_first")
+    tl.store(out + i, (x * tl.load(factor)).to(out.dtype.element_ty), mask=i < count)
+
+
+def scaled(total_MN: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 total * factor [] in another dtype: one pass, and no second fp32 copy of a head's size."""
+    require_tensor("total", total_MN, (None,) * total_MN.dim(), (torch.float32,))
+    require_tensor("factor", factor, (), FLOATS)
+    out = torch.empty_like(total_MN, dtype=dtype)
+    block = 4096
+    if total_MN.numel():
+        scale_kernel[(cdiv(total_MN.numel(), block),)](
+            total_MN, factor, out, total_MN.numel(), BLOCK=block, PDL=PDL, **launch_options(8, 1)
+        )
+    return out
+
+
 class _LinearKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, state_TH, head_VH, teacher_state_TG, teacher_head_VG, weights_T, chunk):
@@ -153,8 +180,8 @@ class _LinearKL(torch.autograd.Function):
         measured = []
         state_grad = torch.empty_like(state_TH) if gradient else None
         head_grad = None
-        for begin in range(0, rows, chunk):
-            part = slice(begin, min(begin + chunk, rows))
+        for first in range(0, rows, chunk):
+            part = slice(first, min(first + chunk, rows))
             student = state_TH[part] @ head_VH.T
             teacher = teacher_state_TG[part] @ teacher_head_VG.T
             same = torch.arange(len(student), device=student.device)

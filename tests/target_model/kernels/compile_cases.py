@@ -149,6 +149,7 @@ def best_entries() -> None:
 def training_loss() -> None:
     state = empty(2, 32).requires_grad_()
     linear_kl.linear_kl(state, empty(200_064, 32), empty(2, 32), empty(200_064, 32), torch.ones(2))
+    linear_kl.scaled(empty(200_064, 32, dtype=torch.float32), torch.ones(()), BF16)
 
 
 def own_column_merge() -> None:

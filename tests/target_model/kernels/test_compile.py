@@ -37,8 +37,9 @@ def test_all_kernels_compile_with_tensor_cores_and_without_large_spills():
         "column_gradient_kernel", "combine_kernel", "commit_kernel", "decide_kernel", "decode_kernel", "down_kernel",
         "dual_norm_kernel", "few_scores_kernel", "first_kernel", "gumbel_kernel", "kl_rows_kernel", "last_kernel",
         "logits_kernel", "many_scores_kernel", "maxima_kernel", "merge_column_kernel", "norm_rope_kernel",
-        "plan_kernel", "rope_write_kernel", "rotate_heads_kernel", "route_kernel", "silu_gradient_kernel",
-        "silu_product_kernel", "union_kernel", "up_kernel", "weighted_sum_kernel", "widen_kernel", "write_kernel",
+        "plan_kernel", "rope_write_kernel", "rotate_heads_kernel", "route_kernel", "scale_kernel",
+        "silu_gradient_kernel", "silu_product_kernel", "union_kernel", "up_kernel", "weighted_sum_kernel",
+        "widen_kernel", "write_kernel",
     }  # fmt: skip
 
 
