@@ -18,7 +18,16 @@ slots.
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import begin, softmax_step, to_dot, widen
+from target_model.kernels.common import (
+    begin,
+    ends_of_keys,
+    sequence_rows,
+    softmax_start,
+    softmax_step,
+    split_range,
+    to_dot,
+    widen,
+)
 
 
 @triton.jit
@@ -83,17 +92,28 @@ def store_result(out, lse, at, row_max, row_sum, acc, row_ok, D: tl.constexpr):
 
 
 @triton.jit
-def union_steps(union, count, list_at, lowest, PAGE: tl.constexpr, STEPS: tl.constexpr):
-    """Key tiles of a union, and how many of them from the front are visible to all rows: the last one or two blocks
-    may not be."""
-    full = count * STEPS
-    if count > 0:
-        last = tl.load(union + list_at + count - 1)
-        before = tl.load(union + list_at + tl.maximum(count - 2, 0))
-        cut = ((last + 1) * PAGE > lowest).to(tl.int32)
-        cut += (((before + 1) * PAGE > lowest) & (before < last)).to(tl.int32)
-        full -= cut * STEPS
-    return count * STEPS, full
+def key_tiles(
+    union, union_count, list_at, lowest, highest, UNION: tl.constexpr, FIRST: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Key tiles of a tile of rows, and how many of them from the front all its rows see whole: those below `lowest`.
+    Of a union the last one or two blocks may reach behind it; with FIRST the first tiles may be cut, too."""
+    if UNION:
+        count = tl.load(union_count)
+        total = count * (PAGE // BLOCK_N)
+        full = total
+        if count > 0:
+            last = tl.load(union + list_at + count - 1)
+            before = tl.load(union + list_at + tl.maximum(count - 2, 0))
+            cut = ((last + 1) * PAGE > lowest).to(tl.int32)
+            cut += (((before + 1) * PAGE > lowest) & (before < last)).to(tl.int32)
+            full -= cut * (PAGE // BLOCK_N)
+    else:
+        total = tl.cdiv(highest, BLOCK_N)
+        full = lowest // BLOCK_N
+    if FIRST:
+        full = 0
+    return total, full
 
 
 @triton.jit
@@ -135,7 +155,7 @@ def attention_kernel(
     out,  # [T, Q, D], or with SPLITS > 1 fp32 [SPLITS, T, Q, D]
     lse,  # fp32 [SPLITS, T, Q]: log2 of the sum of exponentials
     row_start,  # int32 [R + 1]
-    committed,  # int32 [R], read with TREE
+    committed,  # int32 [R], used with TREE
     slots,  # int64 [T], read without TREE
     position,  # int64 [T], read with SCRATCH_CHOSEN
     block_table,  # int32 [R, table_width]
@@ -173,8 +193,7 @@ def attention_kernel(
     if not UNION and not TREE:
         tile = tl.num_programs(0) // (SPLITS * HEADS) - 1 - tile  # the longest first: no long one runs on alone
     r = tl.program_id(1)
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
+    start, count = sequence_rows(row_start, r, False)
     if tile * BLOCK_T >= count:
         return
     table = block_table + r.to(tl.int64) * table_width
@@ -185,35 +204,21 @@ def attention_kernel(
     q_head = head * GROUP + m % GROUP
     q_at = row[:, None] * q_stride + q_head[:, None] * D + tl.arange(0, D)[None, :]
     q_tile = widen(tl.load(q + q_at, mask=row_ok[:, None], other=0.0), UPCAST)
-    # Bounds of loops come from loads of one value, not from a reduction over rows: then the compiler knows that they
-    # are the same in all threads and keeps addresses in uniform registers.
+    known = tl.load(committed + r)
+    first = start + tile * BLOCK_T
+    end = tl.minimum(first + BLOCK_T, start + count)
+    lowest, highest = ends_of_keys(slots, known, first, end, TREE)
     if TREE:
-        highest = tl.load(committed + r)
-        lowest = highest
-        limit = tl.where(row_ok, highest, 0)
+        limit = tl.where(row_ok, known, 0)
     else:
-        first = start + tile * BLOCK_T
-        lowest = tl.load(slots + first).to(tl.int32) + 1
-        highest = tl.load(slots + tl.minimum(first + BLOCK_T, start + count) - 1).to(tl.int32) + 1
         limit = tl.load(slots + row, mask=row_ok, other=-1).to(tl.int32) + 1
 
     at_tile = (start // BLOCK_T + r + tile) * HEADS + head
     list_at = at_tile.to(tl.int64) * list_width
-    if UNION:
-        total, full = union_steps(union, tl.load(union_count + at_tile), list_at, lowest, PAGE, PAGE // BLOCK_N)
-    else:
-        total = tl.cdiv(highest, BLOCK_N)
-        full = lowest // BLOCK_N
-    if FIRST:
-        full = 0
-    share = tl.cdiv(total, SPLITS)
-    low = split * share
-    high = tl.minimum(low + share, total)
-    middle = tl.maximum(tl.minimum(high, full), low)
+    total, full = key_tiles(union, union_count + at_tile, list_at, lowest, highest, UNION, FIRST, PAGE, BLOCK_N)
+    low, middle, high = split_range(split, tl.cdiv(total, SPLITS), total, full)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    row_max, row_sum, acc = softmax_start(BLOCK_M, D)
     row_max, row_sum, acc = attend(
         low, middle, q_tile, k_pool, v_pool, table, union, union_rows, list_at, limit, highest, first_slot, head,
         row_ok, scale, row_max, row_sum, acc, False, UNION, FIRST, HEADS, GROUP, D, PAGE, BLOCK_M, BLOCK_N, UPCAST,
@@ -225,7 +230,7 @@ def attention_kernel(
     if TREE:
         if split == SPLITS - 1:
             bits = tl.load(ancestors + row, mask=row_ok, other=0)
-            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, highest, row, row_ok, start,
+            scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start,
                                      count, head, N, SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
             row_max, row_sum, acc = softmax_step(scores, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
     at = split.to(tl.int64) * part_stride + row * (HEADS * GROUP) + q_head

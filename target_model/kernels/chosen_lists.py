@@ -9,7 +9,7 @@ Trees: blocks without a committed key are left out (their keys are scratch slots
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import begin
+from target_model.kernels.common import begin, sequence_rows
 
 
 @triton.jit
@@ -32,8 +32,7 @@ def union_kernel(
     tile = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     r = tl.program_id(1)
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
+    start, count = sequence_rows(row_start, r, False)
     if tile * BLOCK_T >= count:
         return
     e = tl.arange(0, BLOCK_T * N_PAD)

@@ -1,4 +1,5 @@
-"""What every Triton kernel file here shares: the online softmax step, argument checks, and how programs are launched.
+"""What the Triton kernel files here share: which rows and keys a program has, the online softmax step, argument checks,
+and how programs are launched.
 
 Kernels are written once and run in three places: compiled on CUDA, compiled without a GPU (a test), and in Triton's CPU
 interpreter. The interpreter computes bf16 wrongly, so there every load is widened to fp32 (`UPCAST`).
@@ -25,6 +26,37 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def sequence_rows(row_start, r, ONE: tl.constexpr):
+    """First row of sequence r in the batch, and how many rows it has; ONE: every sequence has one, nothing is read."""
+    if ONE:
+        return r, 1
+    start = tl.load(row_start + r)
+    return start, tl.load(row_start + r + 1) - start
+
+
+@triton.jit
+def ends_of_keys(slots, known, first, end, TREE: tl.constexpr):
+    """The least and the greatest of the ends of the keys that rows first..end-1 of the batch see, with TREE without
+    the scratch slots: `known` for all.
+
+    The bounds of loops come from loads of one value, not from a reduction over rows: then the compiler knows that they
+    are the same in all threads and keeps addresses in uniform registers.
+    """
+    if TREE:
+        return known, known
+    return tl.load(slots + first).to(tl.int32) + 1, tl.load(slots + end - 1).to(tl.int32) + 1
+
+
+@triton.jit
+def split_range(split, share, total, full):
+    """The range low..high-1 of `total` tiles that a split with `share` of them takes, and its `middle`: those below it
+    are among the first `full`."""
+    low = split * share
+    high = tl.minimum(low + share, total)
+    return low, tl.maximum(tl.minimum(high, full), low), high
+
+
+@triton.jit
 def widen(x, UPCAST: tl.constexpr):
     """fp32 in the interpreter, unchanged on the GPU."""
     if UPCAST:
@@ -38,6 +70,12 @@ def to_dot(x, like, UPCAST: tl.constexpr):
     if UPCAST:
         return x.to(tl.float32)
     return x.to(like.dtype)
+
+
+@triton.jit
+def softmax_start(M: tl.constexpr, D: tl.constexpr):
+    """row_max [M], row_sum [M] and acc [M, D] of `softmax_step` before the first tile."""
+    return tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
 
 
 @triton.jit

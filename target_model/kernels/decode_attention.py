@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from target_model.kernels.attention import scratch_tile, store_result
-from target_model.kernels.common import begin, softmax_step, to_dot, widen
+from target_model.kernels.common import begin, sequence_rows, softmax_start, softmax_step, to_dot, widen
 
 
 @triton.jit
@@ -45,6 +45,26 @@ def join_parts(partial, lse, out, joined, pair, PARTS: tl.constexpr, GROUP: tl.c
 
 
 @triton.jit
+def store_part(
+    out, joined, partial, lse, counters, pair, part, part_stride, row_max, row_sum, acc, row_ok, PARTS: tl.constexpr,
+    LAST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Stores one of PARTS results of a (row, kv head) pair; a single one, and with LAST the last, stores the whole."""
+    m = tl.arange(0, BLOCK_M)
+    if PARTS == 1:
+        store_result(out, joined, pair * GROUP + m, row_max, row_sum, acc, row_ok, D)
+    elif LAST:
+        store_result(partial, lse, (pair * PARTS + part) * GROUP + m, row_max, row_sum, acc, row_ok, D)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+            join_parts(partial, lse, out, joined, pair, PARTS, GROUP, D)
+            tl.store(counters + pair, 0)
+    else:
+        at = part.to(tl.int64) * part_stride + pair * GROUP + m
+        store_result(partial, lse, at, row_max, row_sum, acc, row_ok, D)
+
+
+@triton.jit
 def attend_tiles(
     begin_tile, q_tile, k_pool, v_pool, table, choice, limit, first_slot, head, row_ok, scale, HEADS: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -53,9 +73,7 @@ def attend_tiles(
     """Online softmax over TILES key tiles of one row's N blocks, from tile `begin_tile` on."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, D)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    row_max, row_sum, acc = softmax_start(BLOCK_M, D)
     STEPS: tl.constexpr = PAGE // BLOCK_N
     w = tl.arange(0, triton.next_power_of_2(TILES))
     tile = begin_tile + w
@@ -122,12 +140,8 @@ def decode_kernel(
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS
     r = tl.program_id(1)
-    if ONE:
-        start = r
-        count = 1
-    else:
-        start = tl.load(row_start + r)
-        count = tl.load(row_start + r + 1) - start
+    start, count = sequence_rows(row_start, r, ONE)
+    if not ONE:
         if tl.program_id(2) >= count:
             return
     row = (start + tl.program_id(2)).to(tl.int64)
@@ -152,14 +166,5 @@ def decode_kernel(
             dots, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, limit, row + m * 0, row_ok,
                                    start, count, head, N, SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
             row_max, row_sum, acc = softmax_step(dots, v, row_max, row_sum, acc, row_ok, scale, UPCAST)
-    if PARTS == 1:
-        store_result(out, joined, pair * GROUP + m, row_max, row_sum, acc, row_ok, D)
-    elif LAST:
-        store_result(partial, lse, (pair * PARTS + part) * GROUP + m, row_max, row_sum, acc, row_ok, D)
-        tl.debug_barrier()
-        if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
-            join_parts(partial, lse, out, joined, pair, PARTS, GROUP, D)
-            tl.store(counters + pair, 0)
-    else:
-        at = part.to(tl.int64) * part_stride + pair * GROUP + m
-        store_result(partial, lse, at, row_max, row_sum, acc, row_ok, D)
+    store_part(out, joined, partial, lse, counters, pair, part, part_stride, row_max, row_sum, acc, row_ok, PARTS, LAST,
+               GROUP, BLOCK_M, D)  # fmt: skip

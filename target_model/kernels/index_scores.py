@@ -17,7 +17,7 @@ Not supported: J no power of two, D outside 32, 64, 128.
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import begin, to_dot, widen
+from target_model.kernels.common import begin, ends_of_keys, sequence_rows, split_range, to_dot, widen
 
 
 @triton.jit
@@ -32,6 +32,25 @@ def load_columns(iq, row, j, ok, q_stride, D: tl.constexpr, UPCAST: tl.constexpr
     """Index queries [BLOCK_C, D]."""
     at = (row * q_stride + j * D)[:, None] + tl.arange(0, D)[None, :]
     return widen(tl.load(iq + at, mask=ok[:, None], other=0.0), UPCAST)
+
+
+@triton.jit
+def score_pages(
+    low, high, q, pool, table, to, ok, limit, MASKED: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's scores of pages low..high-1; MASKED: of which rows may see a part, below `limit` [BLOCK_C]."""
+    n = tl.arange(0, PAGE)
+    d = tl.arange(0, D)
+    for b in range(low, high):
+        page = tl.load(table + b).to(tl.int64)
+        k = tl.load(pool + (page * PAGE + n)[:, None] * D + d[None, :])
+        dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
+        sees = ok
+        if MASKED:
+            dots = tl.where((b * PAGE + n)[None, :] < limit[:, None], dots, float("-inf"))
+            sees = ok & (b * PAGE < limit)
+        tl.store(to + b, tl.max(dots, 1), mask=sees)
 
 
 @triton.jit
@@ -91,12 +110,7 @@ def few_scores_kernel(
     d = tl.arange(0, D)
     w = tl.arange(0, PAGES)
     pages = tl.load(table + first + w, mask=first + w < blocks, other=0)
-    if ONE:
-        start = r
-        count = 1
-    else:
-        start = tl.load(row_start + r)
-        count = tl.load(row_start + r + 1) - start
+    start, count = sequence_rows(row_start, r, ONE)
     row, j, ok = column_rows(0, start, count, J, BLOCK_C)
     if TREE:
         highest = tl.load(committed + r)
@@ -151,8 +165,7 @@ def many_scores_kernel(
     r = tl.program_id(1)
     split = tl.program_id(0) % PARTS
     tile = tl.num_programs(0) // PARTS - 1 - tl.program_id(0) // PARTS  # the longest first
-    start = tl.load(row_start + r)
-    count = tl.load(row_start + r + 1) - start
+    start, count = sequence_rows(row_start, r, False)
     known = tl.load(committed + r)
     table = block_table + r.to(tl.int64) * table_width
     if tile * BLOCK_C >= count * J:
@@ -163,32 +176,16 @@ def many_scores_kernel(
                            PAGE, BLOCK_C, SPAN, UPCAST)  # fmt: skip
             return
     row, j, ok = column_rows(tile, start, count, J, BLOCK_C)
-    # Bounds of loops from loads of one value: the same in all threads, as the compiler can tell.
+    first = start + tile * (BLOCK_C // J)
+    end = tl.minimum(first + BLOCK_C // J, start + count)
+    lowest, highest = ends_of_keys(slots, known, first, end, TREE)
     if TREE:
-        highest = known
-        lowest = known
         limit = tl.zeros([BLOCK_C], tl.int32) + known
     else:
-        begin_row = start + tile * (BLOCK_C // J)
-        lowest = tl.load(slots + begin_row).to(tl.int32) + 1
-        highest = tl.load(slots + tl.minimum(begin_row + BLOCK_C // J, start + count) - 1).to(tl.int32) + 1
         limit = tl.load(slots + row, mask=ok, other=-1).to(tl.int32) + 1
     share = tl.cdiv(blocks if TREE else tl.cdiv(highest, PAGE), SPLITS)
-    low = split * share
-    high = tl.minimum(low + share, tl.cdiv(highest, PAGE))
-    middle = tl.maximum(tl.minimum(high, lowest // PAGE), low)
-    n = tl.arange(0, PAGE)
-    d = tl.arange(0, D)
+    low, middle, high = split_range(split, share, tl.cdiv(highest, PAGE), lowest // PAGE)
     q = load_columns(iq, row, j, ok, q_stride, D, UPCAST)
     to = scores + (row * J + j) * blocks
-    for b in range(low, middle):
-        page = tl.load(table + b).to(tl.int64)
-        k = tl.load(pool + (page * PAGE + n)[:, None] * D + d[None, :])
-        dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
-        tl.store(to + b, tl.max(dots, 1), mask=ok)
-    for b in range(middle, high):
-        page = tl.load(table + b).to(tl.int64)
-        k = tl.load(pool + (page * PAGE + n)[:, None] * D + d[None, :])
-        dots = tl.dot(q, tl.trans(to_dot(k, q, UPCAST)), input_precision="ieee")
-        dots = tl.where((b * PAGE + n)[None, :] < limit[:, None], dots, float("-inf"))
-        tl.store(to + b, tl.max(dots, 1), mask=ok & (b * PAGE < limit))
+    score_pages(low, middle, q, pool, table, to, ok, limit, False, D, PAGE, UPCAST)
+    score_pages(middle, high, q, pool, table, to, ok, limit, True, D, PAGE, UPCAST)
