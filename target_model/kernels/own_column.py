@@ -23,6 +23,19 @@ def _tensor(address, like):
 
 
 @triton.jit
+def places(K, G, D, KB: tl.constexpr, GB: tl.constexpr, DB: tl.constexpr):
+    """Where a program's heads [KB, GB, 1], their dims [KB, GB, DB] and their keys' dims [KB, 1, DB] are, and which of
+    each there are."""
+    n = tl.program_id(0).to(tl.int64)
+    kv = tl.program_id(1) * KB + tl.arange(0, KB)[:, None, None]
+    g = tl.arange(0, GB)[None, :, None]
+    d = tl.arange(0, DB)[None, None, :]
+    head = (n * K + kv) * G + g
+    head_on = (kv < K) & (g < G)
+    return head, head * D + d, (n * K + kv) * D + d, head_on, head_on & (d < D), (kv < K) & (d < D)
+
+
+@triton.jit
 def merge_column_kernel(
     q,  # [N, Q, D]
     part,  # [N, Q, D] attention over the other keys
@@ -39,14 +52,7 @@ def merge_column_kernel(
     GB: tl.constexpr,
     DB: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    kv = tl.program_id(1) * KB + tl.arange(0, KB)[:, None, None]
-    g = tl.arange(0, GB)[None, :, None]
-    d = tl.arange(0, DB)[None, None, :]
-    head = (n * K + kv) * G + g
-    at, column_at = head * D + d, (n * K + kv) * D + d
-    head_on, column_on = (kv < K) & (g < G), (kv < K) & (d < D)
-    on = head_on & (d < D)
+    head, at, column_at, head_on, on, column_on = places(K, G, D, KB, GB, DB)
     wide = tl.load(q + at, mask=on, other=0.0).to(tl.float32)
     acc = tl.load(part + at, mask=on, other=0.0).to(tl.float32)
     top = tl.load(lse + head, mask=head_on, other=0.0)
@@ -81,14 +87,7 @@ def column_gradient_kernel(
     GB: tl.constexpr,
     DB: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    kv = tl.program_id(1) * KB + tl.arange(0, KB)[:, None, None]
-    g = tl.arange(0, GB)[None, :, None]
-    d = tl.arange(0, DB)[None, None, :]
-    head = (n * K + kv) * G + g
-    at, column_at = head * D + d, (n * K + kv) * D + d
-    head_on, column_on = (kv < K) & (g < G), (kv < K) & (d < D)
-    on = head_on & (d < D)
+    head, at, column_at, head_on, on, column_on = places(K, G, D, KB, GB, DB)
     wide = tl.load(q + at, mask=on, other=0.0).to(tl.float32)
     dout = tl.load(grad + at, mask=on, other=0.0).to(tl.float32)
     total = tl.load(dq + at, mask=on, other=0.0).to(tl.float32)
