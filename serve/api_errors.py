@@ -36,6 +36,11 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status)
 
 
+def refusal(message: str, param: str) -> ApiError:
+    """The answer to a request whose field `param` has a value that cannot be."""
+    return ApiError(400, f"{param}: {message}", param, "invalid_value")
+
+
 def parse_body(model: type[Body], body: bytes) -> Body:
     """The typed request in a body; ApiError 400 names what is wrong with it."""
     try:

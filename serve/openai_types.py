@@ -13,7 +13,6 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0)]

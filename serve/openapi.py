@@ -32,7 +32,7 @@ _ERROR = {
 }
 
 
-def describe(app: FastAPI) -> None:
+def complete_openapi(app: FastAPI) -> None:
     """Completes the description of an application that has all its routes."""
 
     def openapi() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image
 
-from serve.api_errors import ApiError
+from serve.api_errors import refusal
 from target_model.errors import UserError
 from target_model.images import VisionInput, VisionProcessor
 
@@ -21,8 +21,8 @@ ANIMATED = ("PNG", "WEBP", "GIF")  # a JPEG with several pictures in it shows it
 class PictureLimits:
     """What a server accepts.
 
-    directory  file: URLs may name pictures under it; None: no local files. pixels, size: of one picture, its size in
-    bytes. count: pictures of a request
+    directory: file: URLs may name pictures under it; None: no local files. pixels, size: of one picture, its size in
+    bytes. count: pictures of a request.
     """
 
     directory: Path | None = None
@@ -94,7 +94,3 @@ def _read(url: str, limits: PictureLimits, where: str) -> bytes:
             return file.read(limits.size + 1)
     except (OSError, ValueError):
         raise refusal("the file cannot be read", where) from None
-
-
-def refusal(message: str, where: str) -> ApiError:
-    return ApiError(400, f"{where}: {message}", where, "invalid_value")

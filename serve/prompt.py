@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from serve.api_errors import ApiError, from_user_error
+from serve.api_errors import ApiError, from_user_error, refusal
 from serve.grammar import Grammar
 from serve.openai_types import MAX_CHOICES, ChatRequest, CompletionRequest, Message, SamplingFields
 from serve.request import ImageSpan, SamplingParams
@@ -20,11 +20,9 @@ def completion_prompts(request: CompletionRequest, service: Service) -> list[lis
     one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     prompts: list[Any] = [given] if one else list(given)
     if not prompts:
-        raise ApiError(400, "prompt: must not be empty", "prompt", "invalid_value")
+        raise refusal("must not be empty", "prompt")
     if len(prompts) * max(request.choices, request.best_of or 1) > MAX_CHOICES:
-        raise ApiError(
-            400, f"prompt: at most {MAX_CHOICES} answers a request, all prompts together", "prompt", "invalid_value"
-        )
+        raise refusal(f"at most {MAX_CHOICES} answers a request, all prompts together", "prompt")
     encoded = []
     for entry in prompts:
         if isinstance(entry, str):
@@ -80,8 +78,8 @@ def _refused(
         try:
             service.grammars.compile(part_schema, part_tools, "disabled")
         except UserError as found:
-            return ApiError(400, f"{param}: {found}", param, "invalid_value")
-    return ApiError(400, f"tools: {error}", "tools", "invalid_value")
+            return refusal(str(found), param)
+    return refusal(str(error), "tools")
 
 
 def render(
@@ -119,7 +117,7 @@ def check_length(texts: list[str], service: Service, param: str) -> None:
 
 def check_context(prompt: list[int], service: Service, param: str) -> None:
     if not prompt:
-        raise ApiError(400, f"{param}: must have at least 1 token", param, "invalid_value")
+        raise refusal("must have at least 1 token", param)
     if len(prompt) >= service.context:
         raise too_long(str(len(prompt)), service, param)
 
@@ -135,8 +133,7 @@ def in_call_order(messages: list[Message]) -> list[Message]:
             start = index + 1
         elif order and message.tool_call_id is not None:
             if message.tool_call_id not in order:
-                where = f"messages[{index}].tool_call_id"
-                raise ApiError(400, f"{where}: no call before it has this id", where, "invalid_value")
+                raise refusal("no call before it has this id", f"messages[{index}].tool_call_id")
         result.append(message)
         if message.role == "tool" and order and all(m.tool_call_id is not None for m in result[start:]):
             result[start:] = sorted(result[start:], key=lambda m: order[m.tool_call_id])
@@ -161,7 +158,7 @@ def sampling_params(
     special = service.tokenizer.special
     for stop in request.stops:
         if stop not in special and any(token in stop for token in special):
-            raise ApiError(400, "stop: a special token can only be a stop string of its own", "stop", "invalid_value")
+            raise refusal("a special token can only be a stop string of its own", "stop")
     stop_ids = [special[stop] for stop in request.stops if stop in special] + (request.stop_token_ids or [])
     given = {
         name: value

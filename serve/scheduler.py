@@ -4,7 +4,9 @@ Prefixes that some sequence has computed before are taken from the cache, page b
 """
 
 import time
+from bisect import insort
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve.pages import PageAllocator, prefix_keys
 from serve.request import Sequence
@@ -37,6 +39,14 @@ class Schedule:
     decode: list[Sequence] = field(default_factory=list)
 
 
+class Entry(NamedTuple):
+    """A sequence in the order of the schedule: no two have the same rank and arrival."""
+
+    rank: int
+    arrival: int
+    sequence: Sequence
+
+
 class Scheduler:
     """Continuous batching. Lower priority values go first, then earlier arrivals; the last in that order is preempted
     first.
@@ -49,8 +59,8 @@ class Scheduler:
     ):
         self.limits, self.allocator, self.page_size = limits, allocator, page_size
         self.salt, self.drafted = salt, drafted
-        self.waiting: list[tuple[int, int, Sequence]] = []
-        self.running: list[tuple[int, int, Sequence]] = []
+        self.waiting: list[Entry] = []
+        self.running: list[Entry] = []
         self.preemptions = self.cached_tokens = 0
         self._arrivals = 0
 
@@ -71,19 +81,18 @@ class Scheduler:
             raise UserError(f"the queue is full: {limits.max_waiting} requests are waiting")
         self._arrivals += 1
         rank = self._arrivals + PATIENCE * sequence.request.priority
-        self.waiting.append((rank, self._arrivals, sequence))
-        self.waiting.sort(key=lambda entry: entry[:2])
+        insort(self.waiting, Entry(rank, self._arrivals, sequence))
 
     def schedule(self) -> Schedule:
         """Picks the next step's work and reserves its pages."""
         plan = Schedule()
-        for _, _, sequence in self.running:
-            self._publish(sequence)
+        for entry in self.running:
+            self._publish(entry.sequence)
         for entry in list(self.running):
-            if entry in self.running and entry[2].decoding and self._reserve(entry):
-                plan.decode.append(entry[2])
+            if entry in self.running and entry.sequence.decoding and self._reserve(entry):
+                plan.decode.append(entry.sequence)
         # A later entry may have been preempted after it was planned.
-        alive = {id(sequence) for _, _, sequence in self.running}
+        alive = {id(entry.sequence) for entry in self.running}
         plan.decode = [sequence for sequence in plan.decode if id(sequence) in alive]
         budget = self.limits.prefill_tokens
         self._admit()
@@ -96,8 +105,8 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Forgets a sequence, running or waiting, and frees its pages."""
-        self.running = [entry for entry in self.running if entry[2] is not sequence]
-        self.waiting = [entry for entry in self.waiting if entry[2] is not sequence]
+        self.running = [entry for entry in self.running if entry.sequence is not sequence]
+        self.waiting = [entry for entry in self.waiting if entry.sequence is not sequence]
         self._free(sequence)
 
     def _admit(self) -> None:
@@ -107,7 +116,7 @@ class Scheduler:
         """
         coming = {key for _, _, s in self.running for key in s.page_keys[s.published // self.page_size :]}
         for entry in list(self.waiting):
-            sequence = entry[2]
+            sequence = entry.sequence
             # At least one token is left to compute: its logits choose the next one.
             reusable = (sequence.prefill_end - 1) // self.page_size
             if sequence.params.prompt_logprobs:
@@ -120,8 +129,7 @@ class Scheduler:
                 return
             coming.update(sequence.page_keys[sequence.published // self.page_size :])
             self.waiting.remove(entry)
-            self.running.append(entry)
-            self.running.sort(key=lambda item: item[:2])
+            insort(self.running, entry)
 
     def _start(self, sequence: Sequence, keys: list[bytes]) -> bool:
         """Cached pages for its prefix and empty ones for the rest; False, and nothing taken, if there are too few."""
@@ -136,16 +144,15 @@ class Scheduler:
             self.cached_tokens += sequence.computed
         return True
 
-    def _reserve(self, entry: tuple[int, int, Sequence]) -> bool:
+    def _reserve(self, entry: Entry) -> bool:
         """Pages for a verify step; the last running sequences give theirs up until it fits. False if `entry` itself had
         to.
         """
-        while not self._extend(entry[2], len(entry[2].token_ids) + self.limits.scratch):
+        while not self._extend(entry.sequence, len(entry.sequence.token_ids) + self.limits.scratch):
             victim = self.running.pop()
             self.preemptions += 1
-            self._free(victim[2])
-            self.waiting.append(victim)
-            self.waiting.sort(key=lambda item: item[:2])
+            self._free(victim.sequence)
+            insort(self.waiting, victim)
             if victim is entry:
                 return False
         return True

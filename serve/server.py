@@ -27,7 +27,7 @@ from serve.lockstep import LeaderTarget
 from serve.logs import log_to_stderr
 from serve.metrics import Metrics
 from serve.middleware import Gate
-from serve.openapi import describe
+from serve.openapi import complete_openapi
 from serve.page import add_page
 from serve.service import Service, Settings
 from serve.tokens import add_tokens
@@ -123,19 +123,19 @@ def make_service(
 ) -> Service:
     """A service around an engine that is not running yet; the application starts and stops it."""
     model = model_name or description.target
-    running = AsyncEngine(engine, max_open)
+    running, config = AsyncEngine(engine, max_open), engine.runner.target.config
     return Service(
         running,
         tokenizer,
         model,
-        usable_context(engine),
-        description.defaults,
-        Metrics(running, model),
-        settings or Settings(),
-        description.pictures,
-        engine.runner.target.config.image_token_id,
-        engine.runner.target.config.video_token_id,
-        engine.runner.target.config.vocab_size,
+        context=usable_context(engine),
+        defaults=description.defaults,
+        metrics=Metrics(running, model),
+        settings=settings or Settings(),
+        pictures=description.pictures,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vocab_size=config.vocab_size,
     )
 
 
@@ -158,7 +158,7 @@ def create_app(service: Service) -> FastAPI:
     add_tokens(app, service)
     _add_state(app, service)
     add_page(app)
-    describe(app)
+    complete_openapi(app)
     return app
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from serve.api_errors import ApiError
+from serve.api_errors import ApiError, refusal
 from serve.openai_types import ContentPart, Message
 from serve.pictures import load_picture
 from serve.request import ImageSpan
@@ -46,7 +46,7 @@ def read_shown(messages: list[Message], service: Service) -> dict[int, list[Show
             count += 1
             limit = service.settings.pictures.count
             if count > limit:
-                raise ApiError(400, f"{where}: more than {limit} pictures in a request", where, "invalid_value")
+                raise refusal(f"more than {limit} pictures in a request", where)
             shown = _read(part, where, service)
             tokens += len(shown.token_ids)
             if tokens >= service.context:

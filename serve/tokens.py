@@ -5,7 +5,7 @@ import json
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from serve.api_errors import ApiError, from_user_error, parse_body
+from serve.api_errors import from_user_error, parse_body, refusal
 from serve.openai_types import DetokenizeRequest, TokenizeRequest
 from serve.prompt import render
 from serve.service import Service
@@ -52,5 +52,5 @@ def _detokenize(body: bytes, service: Service) -> Response:
     service.check_model(request.model)
     wrong = next((token for token in request.tokens if token >= service.tokenizer.vocab_size), None)
     if wrong is not None:
-        raise ApiError(400, f"tokens: there is no token {wrong}", "tokens", "invalid_value")
+        raise refusal(f"there is no token {wrong}", "tokens")
     return JSONResponse({"prompt": service.tokenizer.decode(request.tokens)})

@@ -26,16 +26,6 @@ _KEYWORDS = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-_HOUR = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_DATE = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"
-_FORMATS = {
-    "date": _DATE,
-    "time": _HOUR,
-    "date-time": f"{_DATE}T{_HOUR}",
-    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
-    "email": r"[a-zA-Z0-9_+-]{1,64}(\.[a-zA-Z0-9_+-]{1,64}){0,8}@[a-zA-Z0-9]{1,63}(\.[a-zA-Z0-9]{1,63}){1,8}",
-    "ipv4": r"((25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)\.){3}(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)",
-}
 
 
 class Rules:
@@ -174,10 +164,7 @@ class _Values:
         others = schema.get("additionalProperties", True)
         fields = dict(properties) | {name: others for name in required if name not in properties}
         if not fields and others is not False:
-            name = self._rules.add("/[^<>\\/][^<>]{0,63}/", terminal=True)
-            value, tag = self._value(others), self._tag
-            pair = self._rules.add(f'{tag} "<" {name} ">" {value} {tag} "</" {name} ">"')
-            return self._rules.add(f"{pair}*")
+            return self._rules.add(f"{self._tagged_freely(self._value(others))}*")
         tags = [
             self._tagged(name, self._value(value)) + ("" if name in required else "?") for name, value in fields.items()
         ]
@@ -188,6 +175,11 @@ class _Values:
             raise UserError(f"{json.dumps(name)} cannot be the name of an argument")
         opening, closing = literal(f"<{name}>"), literal(f"</{name}>")
         return self._rules.add(f"{self._tag} {opening} {value} {self._tag} {closing}")
+
+    def _tagged_freely(self, value: str) -> str:
+        """A value between tags of any name."""
+        name, tag = self._rules.add("/[^<>\\/][^<>]{0,63}/", terminal=True), self._tag
+        return self._rules.add(f'{tag} "<" {name} ">" {value} {tag} "</" {name} ">"')
 
     def _reference(self, schema: Mapping[str, Any]) -> str:
         self._check(schema, {"$ref"})
@@ -261,10 +253,8 @@ class _Values:
         """Any text, or nested tags."""
         if self._any is None:
             self._any = self._rules.reserve()
-            name = self._rules.add("/[^<>\\/][^<>]{0,63}/", terminal=True)
-            text, tag = self._rules.add(TEXT, terminal=True), self._tag
-            pair = self._rules.add(f'{tag} "<" {name} ">" {self._any} {tag} "</" {name} ">"')
-            self._rules.define(self._any, f"{text} | {pair}+")
+            text = self._rules.add(TEXT, terminal=True)
+            self._rules.define(self._any, f"{text} | {self._tagged_freely(self._any)}+")
         return self._any
 
     def _check(self, schema: Mapping[str, Any], known: set[str]) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from serve.pictures import ANIMATED, PictureLimits, bytes_of, refusal
+from serve.api_errors import refusal
+from serve.pictures import ANIMATED, PictureLimits, bytes_of
 from target_model.errors import UserError
 from target_model.images import VisionInput, VisionProcessor, sample_frames
 
