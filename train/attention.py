@@ -114,6 +114,11 @@ class Segments:
     starts: Tensor
     longest: int
 
+    @property
+    def place(self) -> tuple[Tensor, Tensor, int, int]:
+        """As PyTorch's kernels take it: of the queries and of the keys."""
+        return self.starts, self.starts, self.longest, self.longest
+
     @staticmethod
     def of(documents_RS: Tensor) -> "Segments":
         """Waits for the device. A document is a run of equal numbers."""
@@ -141,17 +146,15 @@ class _FlashWithColumns(torch.autograd.Function):
             keys, values = rows[3 : 3 + len(own) // 2], rows[3 + len(own) // 2 :]
             merged, merged_lse = ops.merge_column(*rows[:3], keys, values, scale)
             out, lse = merged.view_as(q), merged_lse.unflatten(0, q.shape[:2]).transpose(1, 2).contiguous()
-        masked = isinstance(mask, Tensor)
-        ctx.save_for_backward(q, k0, v0, out, lse, *own, *((mask,) if masked else ()))
-        ctx.state, ctx.scale, ctx.masked, ctx.segments = state, scale, masked, None if masked else mask
+        ctx.save_for_backward(q, k0, v0, out, lse, *own)
+        ctx.state, ctx.scale, ctx.mask = state, scale, mask
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         q, k0, v0, out, lse, *own = ctx.saved_tensors
-        mask = own.pop() if ctx.masked else ctx.segments
         heads_first = _heads_first(grad_out, q, k0, v0, out)
-        dq, dk0, dv0 = _heads_first(*_flash_backward(*heads_first, lse, mask, ctx.state, ctx.scale))
+        dq, dk0, dv0 = _heads_first(*_flash_backward(*heads_first, lse, ctx.mask, ctx.state, ctx.scale))
         if not own:
             return dq, dk0, dv0, None, None
         rows = [x.flatten(0, 1).contiguous() for x in (grad_out, q, out, lse.transpose(1, 2), dq, *own)]
@@ -166,12 +169,13 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None, scale: float):
-    """(output, log-sum-exp fp32 [R, Q, S], what the backward kernel wants back)."""
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | None, scale: float
+) -> tuple[Tensor, Tensor, tuple]:
+    """Output [R, Q, S, D], as are q, k and v; its log-sum-exp, fp32 [R, Q, S]; what the backward kernel wants back."""
     if isinstance(mask, Segments):
-        place = mask.starts, mask.starts, mask.longest, mask.longest
         rows = [x.flatten(0, 1) for x in _heads_first(q, k, v)]
-        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(*rows, *place, 0.0, True, False, scale=scale)
+        out, lse, *state, _ = torch.ops.aten._flash_attention_forward(*rows, *mask.place, 0.0, True, False, scale=scale)
         shape = q.shape[0], q.shape[2]
         return out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1), tuple(state)
     if q.is_cuda:
@@ -185,12 +189,22 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Segments | No
     return out, lse, ()
 
 
-def _flash_backward(grad: Tensor, q, k, v, out, lse, mask, state: tuple, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | Segments | None,
+    state: tuple,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
     if isinstance(mask, Segments):
-        place = mask.starts, mask.starts, mask.longest, mask.longest
         rows = [x.flatten(0, 1).contiguous() for x in _heads_first(grad, q, k, v, out)]
         lse = lse.transpose(0, 1).flatten(1).contiguous()
-        grads = torch.ops.aten._flash_attention_backward(*rows, lse, *place, 0.0, True, *state, scale=scale)
+        grads = torch.ops.aten._flash_attention_backward(*rows, lse, *mask.place, 0.0, True, *state, scale=scale)
         return tuple(x.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2) for x in grads)
     if q.is_cuda:
         max_q, max_k, seed, offset = state

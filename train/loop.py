@@ -220,9 +220,11 @@ class _Run:
         shares = [batch[rank :: self.world] for rank in range(self.world)]
         parts = [[share[i : i + size] for i in range(0, len(share), size)] for share in shares]
         micro = self.capture.micro_batches(parts, self.rank)
-        total = self.config.schedule, self.config.optimizer.lr
-        sums = self.engine.step(micro, weights, learning_rate(step, self.total, total[1], total[0]))
-        return sums, int(self.row_tokens[batch].sum())
+        return self.engine.step(micro, weights, self._rate(step)), int(self.row_tokens[batch].sum())
+
+    def _rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step`, counted from 0."""
+        return learning_rate(step, self.total, self.config.optimizer.lr, self.config.schedule)
 
     def _metrics(self, step: int, window: LogWindow) -> dict[str, Any]:
         """The log line of the steps in the window. All ranks call it together."""
@@ -244,7 +246,7 @@ class _Run:
         return metrics | {
             "step": step,
             "skipped": self.skipped,
-            "lr": learning_rate(step - 1, self.total, self.config.optimizer.lr, self.config.schedule),
+            "lr": self._rate(step - 1),
             "grad_norm": self.engine.grad_norm(),
             "tokens": self.tokens,
             "tokens_per_second": window.tokens / seconds,
