@@ -41,9 +41,8 @@ class EngineOptions:
     "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
     what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
     the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
-    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. device_step: None is
-    the engine's default, but off where the other processes have to be told of every pass. warm_up: on a GPU, compile
-    and capture what a first request needs before anybody waits for it.
+    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. warm_up: on a GPU,
+    compile and capture what a first request needs before anybody waits for it.
     dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
     others: see Engine.
     """
@@ -105,7 +104,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         kv_dtype=options.kv_dtype,
         index_dtype=options.index_dtype,
         draft_attention=options.draft_attention,
-        device_step=options.device_step if options.tensor_parallel == 1 else False,
+        device_step=options.device_step,
     )
     if options.warm_up and torch.device(device).type == "cuda":
         _warm_up(engine)
