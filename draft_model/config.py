@@ -147,7 +147,7 @@ class DraftConfig:
             attention_bias=reader.boolean("attention_bias"),
             taps=reader.taps(default_taps),
         )
-        reader.finish(config)
+        reader.finish()
         return config
 
     def to_json(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class _Reader:
             raise UserError(f"{self.where}: num_aux_hidden_states is {count}, but {key} names {len(taps)} layers")
         return tuple(taps)
 
-    def finish(self, config: DraftConfig) -> None:
+    def finish(self) -> None:
         """Refuses values that would change the arithmetic, and says which keys were not understood."""
         for key, value in _FIXED_KEYS.items():
             if self.source.get(key, value) != value:
