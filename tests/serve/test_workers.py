@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
-from serve import workers
+from serve import lockstep, workers
 from serve.load import EngineOptions, load_engine
-from serve.lockstep import pack, unpack
+from serve.lockstep import BeginGraph, DropGraph, EndGraph, Logits, ReplayGraph, follow, pack, unpack
 from serve.request import SamplingParams
 from serve.server import make_service
 from serve.workers import TargetPlan, check_plan, lead_target
@@ -61,6 +62,32 @@ def test_a_batch_arrives_as_it_was_sent():
                 assert other.dtype == value.dtype and torch.equal(other, value), field.name
             else:
                 assert other == value, field.name
+
+
+def test_a_graph_holds_what_was_told_between_its_ends(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the device: a process that follows makes the graph by its number, and replays it when it is told."""
+    done: list[Any] = []
+
+    class Graph:
+        def __init__(self, run, pool):
+            done.append("begin")
+            run()
+            done.append("end")
+
+        def pool(self):
+            return 0, 1
+
+        def replay(self):
+            done.append("again")
+
+    monkeypatch.setattr(lockstep, "record_graph", Graph)
+    monkeypatch.setattr(lockstep.dist, "broadcast", lambda tensor, source: None)
+    told = [Logits((1,)), BeginGraph(4), Logits((2,)), EndGraph(), ReplayGraph(4), Logits((3,)), ReplayGraph(4)]
+    messages = iter([*told, DropGraph(4), ReplayGraph(4)])
+    target = SimpleNamespace(device="cpu", dtype=torch.float32, scores=lambda state: done.append(len(state)))
+    with pytest.raises(KeyError):
+        follow(target, lambda: next(messages))
+    assert done == [1, "begin", 2, "end", "again", 3, "again"]
 
 
 def test_what_cannot_be_split_is_refused_before_anything_starts():
