@@ -23,7 +23,7 @@ from serve.drafter import Drafter, Roots
 from serve.guesses import DeviceGuesses, Noise
 from serve.request import Sequence
 from serve.sampling import RowSettings
-from serve.step_buffers import Decided, Marks, PlainAhead, Size, StepBuffers
+from serve.step_buffers import Ahead, Decided, Launched, Size, StepBuffers
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig
 from serve.tree_tensors import accepted, ancestry, longest
@@ -57,8 +57,7 @@ class DeviceStep:
         # What the last step was of; a request that has ended is not kept for it.
         self._size: Size | None = None
         self._last: list[weakref.ref[Sequence]] = []
-        self._ahead: Marks | None = None  # when the trees of the next step were drafted, if they have been
-        self._plain: PlainAhead | None = None
+        self._ahead: Ahead | None = None  # the next step, where it has been begun
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
         self._halves: dict[Size, Halves] = {}
         self._pool: tuple[int, int] | None = None
@@ -74,39 +73,101 @@ class DeviceStep:
             for sequence in sequences
         )
 
-    def run(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Decided]:
+    def run(
+        self, sequences: list[Sequence], limits: list[int], shape: TreeConfig, *, lasting: bool = True
+    ) -> list[Decided]:
         """One step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r. A drafter
         follows up to the bonus token, after a tree; without one the sequences have heard what the target left.
 
-        When a step is of the same size and sequences as the one before, the device goes on before the host reads its
-        result: it drafts the next trees or, without a draft, makes the next step. That counts if the next step is so,
-        too, else it is done anew: it lies behind all decided tokens and does no harm.
+        When a step is of the same sequences as the one before, the device begins the next one before the host reads
+        its result, unless others are known to join them (not `lasting`). Then the next call returns what that step
+        decided, whatever shape it asks for; of sequences that have gone nothing is taken, and what it wrote lies
+        behind all decided tokens and does no harm.
         """
         shape = shape if self.drafter and max(limits) else OFF
-        if shape != OFF:
-            self.drafter.follow(sequences)
+        ready, self._ahead = self._ahead, None
+        rows = ready.rows(sequences) if ready else None
+        if ready is not None and rows is None:
+            self._take_back(ready.step)
         noise = Noise.of(sequence.params for sequence in sequences)
         widest = max(len(sequence.pages) for sequence in sequences)
         size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
-        buffers = self._buffers_of(size)
-        wanted = [self.synthetic.wanted() for _ in sequences] if self.synthetic else None
-        steady = size == self._size and [each() for each in self._last] == sequences
-        self._size, self._last = size, [weakref.ref(sequence) for sequence in sequences]
-        if self.drafter:
-            moved = buffers.load(sequences, limits, wanted, drafting=shape != OFF)
-            rows = self._run_halves(size, buffers, self._ahead if steady and not moved else None, go_on=steady)
-        else:
-            rows = self._run_plain(size, buffers, sequences, go_on=steady)
-        decided = [Decided.read(row, size.depth, size.nodes) for row in rows[: len(sequences)]]
-        for r, (sequence, each) in enumerate(zip(sequences, decided, strict=True)):
-            if wanted:
-                self.synthetic.settle(wanted[r] - len(each.path))
-            sequence.computed += len(each.tokens)
         if shape != OFF:
-            buffers.hand_over(sequences)
+            self.drafter.follow(sequences)
+        if rows is None:
+            step, rows = self._begin(size, sequences, limits), list(range(len(sequences)))
+            steady = size == self._size and [each() for each in self._last] == sequences
+        else:
+            step = ready.step
+            steady = rows == list(range(len(ready.places))) and size.place == step.size.place
+        self._size, self._last = size, [weakref.ref(sequence) for sequence in sequences]
+        following = None
+        if lasting and steady and (shape != OFF or not self.drafter):
+            if ready is not None:
+                step.buffers.load_table(sequences)
+            following = self._launch(size, step.buffers, self._wanted(sequences, step.buffers))
+        decided = self._read(step, sequences, rows)
+        if following is not None:
+            self._ahead = Ahead.of(following, sequences)
+        return decided
+
+    @torch.inference_mode()
+    def give_up_ahead(self) -> None:
+        """The sequences go another way: a step that was begun for them does not count."""
+        if self._ahead is not None:
+            self._take_back(self._ahead.step)
+            self._ahead = None
+
+    def _begin(self, size: Size, sequences: list[Sequence], limits: list[int]) -> Launched:
+        key = size.place
+        if key not in self._buffers:
+            self._buffers[key] = StepBuffers(*key, self.cache, self.drafter)
+        buffers = self._buffers[key]
+        buffers.load(sequences, limits, drafting=size.shape != OFF)
+        return self._launch(size, buffers, self._wanted(sequences, buffers))
+
+    def _wanted(self, sequences: list[Sequence], buffers: StepBuffers) -> list[int]:
+        """How many nodes the next step is to keep of each sequence, where that is decreed; else nothing."""
+        if self.synthetic is None:
+            return []
+        wanted = [self.synthetic.wanted() for _ in sequences]
+        buffers.load_wanted(wanted)
+        return wanted
+
+    def _launch(self, size: Size, buffers: StepBuffers, wanted: list[int]) -> Launched:
+        """Puts a step on its way, and makes graphs of its halves when it is the first of its size."""
+        new = size not in self._halves
+        if new:
+            draft = partial(self._draft, size, buffers) if size.shape != OFF else _nothing
+            self._halves[size] = draft, partial(self._verify, size, buffers)
+        draft, verify = self._halves[size]
+        launched = Launched(size, buffers, wanted, buffers.timed(draft), buffers.timed(verify), buffers.send_result())
+        if new:
+            self._halves[size] = self._kept(size, draft, verify)
+        return launched
+
+    def _read(self, step: Launched, sequences: list[Sequence], rows: list[int]) -> list[Decided]:
+        """Waits for what a step has decided; sequence r has its row rows[r]."""
+        buffers, size = step.buffers, step.size
+        result = buffers.result(step.sent)
+        decided = [Decided.read(result[row], size.depth, size.nodes) for row in rows]
+        owed = sum(step.wanted)
+        for sequence, each in zip(sequences, decided, strict=True):
+            owed -= len(each.path)
+            sequence.computed += len(each.tokens)
+        if self.synthetic:
+            self.synthetic.settle(owed)
+        if size.shape != OFF:
+            buffers.hand_over(sequences, rows)
         elif self.drafter:
             self._tell(sequences, buffers)
+        self.seconds = buffers.between(*step.drafted), buffers.between(*step.verified)
         return decided
+
+    def _take_back(self, step: Launched) -> None:
+        step.buffers.take_back()
+        if self.synthetic:
+            self.synthetic.settle(sum(step.wanted))
 
     def _tell(self, sequences: list[Sequence], buffers: StepBuffers) -> None:
         aux_RA, choice_RJN = buffers.left_RA.clone(), None
@@ -115,64 +176,12 @@ class DeviceStep:
         for r, sequence in enumerate(sequences):
             self.drafter.hear(sequence, aux_RA[r : r + 1], None if choice_RJN is None else choice_RJN[r : r + 1])
 
-    def _buffers_of(self, size: Size) -> StepBuffers:
-        key = size.sequences, size.pages
-        if key not in self._buffers:
-            self._buffers[key] = StepBuffers(*key, self.cache, self.drafter)
-        return self._buffers[key]
-
-    def _run_halves(self, size: Size, buffers: StepBuffers, ahead: Marks | None, *, go_on: bool) -> list[list[int]]:
-        """The result, row by row. `ahead`: when these trees were drafted, if they have been. `go_on`: draft the next
-        ones.
-        """
-        draft, verify = self._halves_of(size, buffers)
-        drafted = ahead or buffers.timed(draft)
-        verified = buffers.timed(verify)
-        sent = buffers.send_result()
-        draft, verify = self._kept(size, draft, verify)
-        self._ahead = buffers.timed(draft) if go_on and size.shape != OFF else None
-        result = buffers.result(sent)
-        self.seconds = buffers.between(*drafted), buffers.between(*verified)
-        return result
-
-    def _run_plain(
-        self, size: Size, buffers: StepBuffers, sequences: list[Sequence], *, go_on: bool
-    ) -> list[list[int]]:
-        """The result of a step without a draft, row by row. `go_on`: make the next step, too."""
-        draft, verify = self._halves_of(size, buffers)
-        ready, self._plain = self._plain, None
-        if ready is not None and ready.is_of(size, sequences):
-            buffers.load_table(sequences)
-            marks, sent = ready.marks, ready.sent
-        else:
-            buffers.load(sequences, [0] * len(sequences), None, drafting=False)
-            marks = buffers.timed(verify)
-            sent = buffers.send_result()
-        _, verify = self._kept(size, draft, verify)
-        if go_on:
-            # Every sequence gains one token.
-            places = [(weakref.ref(sequence), sequence.pages, len(sequence.token_ids) + 1) for sequence in sequences]
-            self._plain = PlainAhead(size, places, buffers.timed(verify), buffers.send_result())
-        result = buffers.result(sent)
-        self.seconds = 0.0, buffers.between(*marks)
-        return result
-
-    def _halves_of(self, size: Size, buffers: StepBuffers) -> Halves:
-        if size in self._halves:
-            return self._halves[size]
-        return (
-            partial(self._draft, size, buffers) if size.shape != OFF else _nothing,
-            partial(self._verify, size, buffers),
-        )
-
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
-        """The halves of the next step of this size: captured, once they have run."""
-        if size not in self._halves:
-            if self.graphs:
-                draft = draft if size.shape == OFF else self._captured(draft, record_graph).replay
-                verify = partial(self.target.replay, self._captured(verify, self.target.make_graph))
-            self._halves[size] = draft, verify
-        return self._halves[size]
+        """The halves of all further steps of this size, when they have run once."""
+        if self.graphs:
+            draft = draft if size.shape == OFF else self._captured(draft, record_graph).replay
+            verify = partial(self.target.replay, self._captured(verify, self.target.make_graph))
+        return draft, verify
 
     def _captured(self, run: Callable[[], None], record: Callable[..., torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
         """A graph of what has just run for the first time. All graphs take turns in one pool of memory: what outlives a
@@ -238,6 +247,7 @@ class DeviceStep:
             tokens_RF = token_RN.gather(1, path_RF.clamp(min=0)).roll(-1, 1)
             decided_RF = torch.where(torch.arange(depth + 1, device=kept_R1.device) < kept_R1, tokens_RF, decided_RF)
         if depth:
+            buffers.remember()
             self.cache.commit(batch, path_RF[:, 1:].contiguous())
             self._follow(buffers, output.aux, choice_TJN, path_RF, decided_RF, kept_R1)
         elif self.drafter:

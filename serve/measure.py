@@ -72,13 +72,17 @@ def _measure(
     # The shapes take turns, so a machine whose speed drifts slows all of them alike.
     times: dict[TreeConfig, list[tuple[float, float]]] = {shape: [] for shape in shapes}
     clock = engine.runner.clock
-    turns, steps = TURNS if engine.runner.device_step is None else DEVICE_TURNS
-    for engine.tree in (shape for _ in range(turns) for shape in shapes for _ in range(steps)):
-        begin, drafted = time.perf_counter(), clock.draft
-        engine.step()
-        drafted = clock.draft - drafted
-        # All of a step counts, also what the host does around it.
-        times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
+    device_step = engine.runner.device_step
+    turns, steps = DEVICE_TURNS if device_step else TURNS
+    for engine.tree in (shape for _ in range(turns) for shape in shapes):
+        if device_step:
+            device_step.give_up_ahead()  # that would be one of the shape before
+        for _ in range(steps):
+            begin, drafted = time.perf_counter(), clock.draft
+            engine.step()
+            drafted = clock.draft - drafted
+            # All of a step counts, also what the host does around it.
+            times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
     costs = [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
     engine.tree = OFF
     for _ in range(PLAIN):

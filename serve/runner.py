@@ -119,10 +119,16 @@ class Runner:
         return outcomes
 
     @torch.inference_mode()
-    def decode(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Outcome]:
-        """One verify step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r."""
-        if self.device_step is not None and self.device_step.takes(sequences):
-            return self._decode_on_device(sequences, limits, shape)
+    def decode(
+        self, sequences: list[Sequence], limits: list[int], shape: TreeConfig, *, lasting: bool = True
+    ) -> list[Outcome]:
+        """One verify step of trees of this shape, at most `limits[r]` levels deep below the root of sequence r. Not
+        `lasting`: the next one is known to be of other sequences, too.
+        """
+        if self.device_step is not None:
+            if self.device_step.takes(sequences):
+                return self._decode_on_device(sequences, limits, shape, lasting=lasting)
+            self.device_step.give_up_ahead()
         started = time.perf_counter()
         depth = min(shape.depth, max(limits)) if shape.nodes > 1 else 0
         if depth:
@@ -146,8 +152,10 @@ class Runner:
         share = (drafted - started) / len(sequences), (verified - drafted) / len(sequences)
         return [replace(outcome, seconds=share) for outcome in outcomes]
 
-    def _decode_on_device(self, sequences: list[Sequence], limits: list[int], shape: TreeConfig) -> list[Outcome]:
-        decided = self.device_step.run(sequences, limits, shape)
+    def _decode_on_device(
+        self, sequences: list[Sequence], limits: list[int], shape: TreeConfig, *, lasting: bool
+    ) -> list[Outcome]:
+        decided = self.device_step.run(sequences, limits, shape, lasting=lasting)
         if self.drafter:
             self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
         drafted, verified = self.device_step.seconds

@@ -24,7 +24,7 @@ Marks = tuple[Mark, Mark]  # begin and end
 Sent = tuple[Tensor, Mark]  # a result on its way to this place on the host, and when it is there
 
 # What the host sends for a padded sequence, see `StepBuffers.load`: one decided token, greedy, nothing to draft.
-_NOTHING = (0, 0, 0, 0, 0, 1, 0), (0.0, 1.0, 0.0)
+_NOTHING = (0, 0, 0, 0, 1, 0), (0.0, 1.0, 0.0)
 # Kept nodes; F tokens, D path, and N tokens, parents and live flags.
 _RESULT = 1 + 2 * (MAX_SCRATCH + 1) + 3 * MAX_SCRATCH
 
@@ -45,6 +45,11 @@ class Size:
             return Size(sequences, pages, shape, noise)
         step = 1 if sequences <= 4 else 4 if sequences <= 32 else 16
         return Size(-(-sequences // step) * step, 1 << max(pages - 1, 7).bit_length(), shape, noise)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Steps of the same place share their buffers."""
+        return self.sequences, self.pages
 
     @property
     def depth(self) -> int:
@@ -84,26 +89,41 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class PlainAhead:
-    """A step without drafts that was run before its time: of which sequences, their pages and decided tokens, when, and
-    where its result is.
+class Launched:
+    """A step on its way: how many nodes it is to keep by decree of each sequence ([]: none is decreed), when it drafts
+    and verifies, and where its result arrives.
     """
 
     size: Size
-    places: list[tuple[weakref.ref[Sequence], list[int], int]]
-    marks: Marks
+    buffers: "StepBuffers"
+    wanted: list[int]
+    drafted: Marks
+    verified: Marks
     sent: Sent
 
-    def is_of(self, size: Size, sequences: list[Sequence]) -> bool:
-        """Whether this is the step that these sequences are to make now."""
-        return (
-            size == self.size
-            and len(sequences) == len(self.places)
-            and all(
-                sequence is own() and sequence.pages is pages and len(sequence.token_ids) == length
-                for sequence, (own, pages, length) in zip(sequences, self.places, strict=True)
-            )
-        )
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step that was begun before its time, of sequences with these pages and so many computed tokens."""
+
+    step: Launched
+    places: list[tuple[weakref.ref[Sequence], list[int], int]]
+
+    @staticmethod
+    def of(step: Launched, sequences: list[Sequence]) -> "Ahead":
+        """Of these sequences as they are now, when all that came before the step has been read."""
+        return Ahead(step, [(weakref.ref(sequence), sequence.pages, sequence.computed) for sequence in sequences])
+
+    def rows(self, sequences: list[Sequence]) -> list[int] | None:
+        """Which row each sequence has; None unless this is the step that all of them are to make now."""
+        places = {id(own()): (r, pages, computed) for r, (own, pages, computed) in enumerate(self.places)}
+        rows = []
+        for sequence in sequences:
+            row, pages, computed = places.get(id(sequence), (0, None, 0))
+            if sequence.pages is not pages or sequence.computed != computed:
+                return None
+            rows.append(row)
+        return rows
 
 
 class StepBuffers:
@@ -127,7 +147,8 @@ class StepBuffers:
 
         self._host_integers, self._integers = pair(len(_NOTHING[0]), sequences, dtype=torch.int64)
         self._host_floats, self._floats = pair(len(_NOTHING[1]), sequences, dtype=torch.float32)
-        self.root_R, self.limit_R, self.wanted_R, *choosing = self._integers
+        self.root_R, self.limit_R, *choosing = self._integers
+        self.wanted_R = zeros()
         self._seed_R, self._choice_R, self.length_R, self._top_k_R = choosing
         self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
         host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
@@ -140,6 +161,7 @@ class StepBuffers:
         self.live_RN = zeros(MAX_SCRATCH, dtype=torch.bool)
         self.live_RN[:, 0] = True
         self.state_RH = self.blocks_RKN = self.left_RA = self.choice_RJN = None
+        self._before: list[tuple[Tensor, Tensor]] = []  # what a draft's next trees grow from, and what it was
         if drafter is not None:
             config, chosen = drafter.draft.config, drafter.chosen
             self.state_RH = zeros(config.hidden_size, dtype=drafter.draft.dtype)
@@ -148,6 +170,8 @@ class StepBuffers:
                 self.blocks_RKN = zeros(chosen.kv_heads, chosen.top_k + 1, dtype=torch.int32)
                 self.choice_RJN = zeros(chosen.index_heads, chosen.top_k, dtype=torch.int32)
             self._states = list(self.state_RH)
+            roots = [each for each in (self.state_RH, self.blocks_RKN) if each is not None]
+            self._before = [(each, torch.empty_like(each)) for each in roots]
 
     def settings(self) -> RowSettings:
         """How the sequences' tokens are chosen."""
@@ -155,15 +179,14 @@ class StepBuffers:
         keys = self._seed_R, self._choice_R, self.length_R
         return RowSettings(temperature_R, self._top_k_R.int(), top_p_R, min_p_R, *keys)
 
-    def load(self, sequences: list[Sequence], limits: list[int], wanted: list[int] | None, *, drafting: bool) -> bool:
-        """Sends what this step needs to know of its sequences. Whether their roots had to be sent, too: the last step
+    def load(self, sequences: list[Sequence], limits: list[int], *, drafting: bool) -> None:
+        """Sends what this step needs to know of its sequences; their roots as well, when it drafts and the last step
         here was of others, or they have been elsewhere since.
         """
         integers, floats = [], []
-        for r, sequence in enumerate(sequences):
+        for sequence, limit in zip(sequences, limits, strict=True):
             row = Row(sequence, ())
-            keep = 0 if wanted is None else wanted[r]
-            integers.append((sequence.token_ids[-1], limits[r], keep, *row.integers))
+            integers.append((sequence.token_ids[-1], limit, *row.integers))
             floats.append(row.floats)
         padding = len(self._written) - len(sequences)
         self._wait(self._loaded)
@@ -172,12 +195,15 @@ class StepBuffers:
         self._integers.copy_(self._host_integers, non_blocking=True)
         self._floats.copy_(self._host_floats, non_blocking=True)
         self.load_table(sequences)
-        moved = drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False))
-        if moved:
+        if drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False)):
             self.state_RH[: len(sequences)] = torch.stack([sequence.root_state for sequence in sequences])
             if self.blocks_RKN is not None:
                 self.blocks_RKN[: len(sequences)] = torch.stack([sequence.root_blocks for sequence in sequences])
-        return moved
+
+    def load_wanted(self, wanted: list[int]) -> None:
+        """Sends how many nodes the next step is to keep by decree."""
+        sent = torch.tensor(wanted, pin_memory=self._cuda)
+        self.wanted_R[: len(wanted)].copy_(sent, non_blocking=True)
 
     def load_table(self, sequences: list[Sequence]) -> None:
         """Sends the block tables, where they have changed."""
@@ -209,13 +235,23 @@ class StepBuffers:
         if choice_RJN is not None:
             self.choice_RJN.copy_(choice_RJN)
 
+    def remember(self) -> None:
+        """Keeps what the trees of this step grew from, for `take_back`."""
+        for now, before in self._before:
+            before.copy_(now)
+
+    def take_back(self) -> None:
+        """The last step does not count: the next trees grow from where its own did."""
+        for now, before in self._before:
+            now.copy_(before)
+
     def keep(self, parts: list[Tensor]) -> None:
         """Keeps the result, [R, columns] each."""
         result = torch.cat(parts, 1)
         self._result[:, : result.shape[1]] = result
 
     def advance(self, root_R: Tensor, tokens_R: Tensor) -> None:
-        """So many tokens have been decided, this one the last: the next trees may grow before the host knows."""
+        """So many tokens have been decided, this one the last: the next step may begin before the host knows."""
         self.root_R.copy_(root_R)
         self.length_R.add_(tokens_R)
         self.limit_R.sub_(tokens_R)
@@ -235,11 +271,11 @@ class StepBuffers:
         if isinstance(mark, torch.cuda.Event):
             mark.synchronize()
 
-    def hand_over(self, sequences: list[Sequence]) -> None:
-        """The draft has followed: the next trees grow from here."""
-        for r, sequence in enumerate(sequences):
-            sequence.root_state = self._states[r]
-            sequence.root_blocks = None if self.blocks_RKN is None else self.blocks_RKN[r]
+    def hand_over(self, sequences: list[Sequence], rows: list[int]) -> None:
+        """The draft has followed: the next tree of sequence r grows from what lies in row rows[r]."""
+        for sequence, row in zip(sequences, rows, strict=True):
+            sequence.root_state = self._states[row]
+            sequence.root_blocks = None if self.blocks_RKN is None else self.blocks_RKN[row]
             sequence.draft_end = sequence.computed + 1
 
     def mark(self) -> Mark:

@@ -102,11 +102,11 @@ class TreeConfig:
 
 def step_slots(shapes: Iterable[TreeConfig], *, ahead: bool) -> int:
     """Slots behind the decided tokens that a step of any of these shapes may write: its scratch slots, or the decided
-    tokens of the deepest path and the draft's row of the bonus token; with `ahead` the next trees behind those, too.
+    tokens of the deepest path and the draft's row of the bonus token; with `ahead` a second step behind those, too.
     """
     shapes = tuple(shapes)
     deepest = max(min(shape.depth, shape.nodes - 1) for shape in shapes)
-    return max(deepest + 2, max(shape.scratch_slots for shape in shapes) + (deepest + 1 if ahead else 0))
+    return max(deepest + 2, *(shape.scratch_slots for shape in shapes)) + (deepest + 1 if ahead else 0)
 
 
 @dataclass(frozen=True)
