@@ -205,14 +205,7 @@ class DeviceStep:
         )
         guesses = DeviceGuesses(drafter.draft, drafter.target_ids, rows, size.noise)
         pool = drafter.grow_from(roots, guesses, shape, shape.depth)
-        order_RK = drafter.select(pool, shape)
-        # Where in the tree each entry of the pool is; that of "-1", the root, stands first.
-        place_RM = torch.zeros_like(pool.token_RM[:, :1]).repeat(1, pool.token_RM.shape[1] + 1)
-        node_K = torch.arange(1, order_RK.shape[1] + 1, device=order_RK.device)
-        place_RM.scatter_(1, order_RK + 1, node_K.expand_as(order_RK))
-        buffers.token_RN[:, : size.nodes] = torch.cat([buffers.root_R[:, None], pool.token_RM.gather(1, order_RK)], 1)
-        buffers.parent_RN[:, 1 : size.nodes] = place_RM.gather(1, pool.parent_RM.gather(1, order_RK) + 1)
-        buffers.live_RN[:, 1 : size.nodes] = pool.score_RM.gather(1, order_RK) > float("-inf")
+        buffers.plant(*drafter.nodes(pool, shape))
 
     def _verify(self, size: Size, buffers: StepBuffers) -> None:
         """Scores the trees, accepts, commits, and lets the draft follow."""

@@ -122,7 +122,9 @@ class Drafter:
         """Trees of at most `limits[r]` levels below each root. noise[r, d] is that of the token behind a node of depth
         d.
         """
-        return self._trees(sequences, shape, self.grow(sequences, limits, noise_RDV, shape))
+        token_RK, parent_RK, live_RK = self.nodes(self.grow(sequences, limits, noise_RDV, shape), shape)
+        below = torch.stack([token_RK, parent_RK, live_RK.long()], 1).tolist()
+        return [Tree.of(s.token_ids[-1], *nodes)[0] for s, nodes in zip(sequences, below, strict=True)]
 
     def grow(self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig) -> Pool:
         """All candidates that `propose` chooses a tree from."""
@@ -203,30 +205,28 @@ class Drafter:
             roots.max_context,
         )
 
-    def select(self, pool: Pool, shape: TreeConfig) -> Tensor:
-        """Places in the pool of the best nodes, or those of a static tree, int64 [R, K] in ascending order. A child
-        never scores above its parent and ties go to the earlier entry, so parents come along.
+    def nodes(self, pool: Pool, shape: TreeConfig) -> tuple[Tensor, Tensor, Tensor]:
+        """The best candidates, or those that a static tree names, as nodes 1, 2, ... below the roots: tokens and
+        parents (0: the root) int64 [R, N - 1], and which may be drafted. Parents come before children.
+        """
+        order_RK = self._select(pool, shape)
+        # Which node each candidate is; that of "-1", the root, stands first.
+        node_RM = pool.parent_RM.new_zeros(order_RK.shape[0], 1 + pool.parent_RM.shape[1])
+        node_K = torch.arange(1, order_RK.shape[1] + 1, device=order_RK.device)
+        node_RM.scatter_(1, order_RK + 1, node_K.expand_as(order_RK))
+        parent_RK = node_RM.gather(1, pool.parent_RM.gather(1, order_RK) + 1)
+        live_RK = pool.score_RM.gather(1, order_RK) > float("-inf")
+        return pool.token_RM.gather(1, order_RK), parent_RK, live_RK
+
+    def _select(self, pool: Pool, shape: TreeConfig) -> Tensor:
+        """Places in the pool of the nodes, int64 [R, K] in ascending order. A child never scores above its parent and
+        ties go to the earlier entry, so parents come along.
         """
         count, size = pool.score_RM.shape
         if shape.paths:
             return _constant(_places(shape, size), pool.score_RM.device).expand(count, -1)
         keep = min(shape.nodes - 1, size)
         return pool.score_RM.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
-
-    def _trees(self, sequences: list[Sequence], shape: TreeConfig, pool: Pool) -> list[Tree]:
-        order_RK = self.select(pool, shape)
-        chosen = [order_RK, pool.token_RM.gather(1, order_RK), pool.parent_RM.gather(1, order_RK)]
-        live = (pool.score_RM.gather(1, order_RK) > float("-inf")).tolist()
-        trees = []
-        for sequence, order, tokens, parents, alive in zip(sequences, *torch.stack(chosen).tolist(), live, strict=True):
-            tree, place = Tree([sequence.token_ids[-1]], [-1]), {-1: 0}
-            for index, token, parent, ok in zip(order, tokens, parents, alive, strict=True):
-                if ok:
-                    place[index] = len(tree)
-                    tree.tokens.append(token)
-                    tree.parents.append(place[parent])
-            trees.append(tree)
-        return trees
 
 
 @functools.cache

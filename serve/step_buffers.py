@@ -74,18 +74,13 @@ class Decided:
     @staticmethod
     def read(row: list[int], depth: int, nodes: int) -> "Decided":
         """From one row of a result: kept nodes, tokens [F], path [D], and of the tree tokens, parents, live [N] each.
-        Nodes that are not live are left out and the others numbered anew.
+        Nodes that are not live are left out.
         """
         kept, row = row[0], row[1:]
         tokens, path, rest = row[: kept + 1], row[depth + 1 : depth + 1 + kept], row[2 * depth + 1 :]
-        tree, place = Tree([], []), {}
-        columns = rest[:nodes], rest[nodes : 2 * nodes], rest[2 * nodes : 3 * nodes]
-        for node, (token, parent, live) in enumerate(zip(*columns, strict=True)):
-            if live:
-                tree.parents.append(place[parent] if node else -1)
-                place[node] = len(tree.tokens)
-                tree.tokens.append(token)
-        return Decided(tree, [place[node] for node in path], tokens)
+        below = (rest[column * nodes + 1 : (column + 1) * nodes] for column in range(3))
+        tree, number = Tree.of(rest[0], *below)
+        return Decided(tree, [number[node] for node in path], tokens)
 
 
 @dataclass(frozen=True)
@@ -228,6 +223,12 @@ class StepBuffers:
                 self._host_table[r, first : len(table)] = torch.tensor(table[first:], dtype=torch.int32)
                 self._written[r] = (table, len(table))
         return changed
+
+    def plant(self, token_RK: Tensor, parent_RK: Tensor, live_RK: Tensor) -> None:
+        """Keeps the trees, as `Drafter.nodes` describes them."""
+        nodes = slice(1, 1 + token_RK.shape[1])
+        self.token_RN[:, 0] = self.root_R
+        self.token_RN[:, nodes], self.parent_RN[:, nodes], self.live_RN[:, nodes] = token_RK, parent_RK, live_RK
 
     def leave(self, aux_RA: Tensor, choice_RJN: Tensor | None) -> None:
         """Keeps what the target left of a step without a tree."""

@@ -116,6 +116,17 @@ class Tree:
     tokens: list[int]
     parents: list[int]
 
+    @staticmethod
+    def of(root: int, tokens: list[int], parents: list[int], live: list[int]) -> tuple["Tree", dict[int, int]]:
+        """A root and those of the nodes 1, 2, ... below it that are live, numbered anew; and the number of each now."""
+        tree, number = Tree([root], [-1]), {0: 0}
+        for node, (token, parent, alive) in enumerate(zip(tokens, parents, live, strict=True), 1):
+            if alive:
+                number[node] = len(tree)
+                tree.tokens.append(token)
+                tree.parents.append(number[parent])
+        return tree, number
+
     def __len__(self) -> int:
         return len(self.tokens)
 
