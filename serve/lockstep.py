@@ -217,7 +217,6 @@ class _Follower:
         self.caches: dict[int, PagedCache] = {}
         self.batches: dict[int, Batch] = {}  # of the last pass over each cache
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool: tuple[int, int] | None = None
 
     def repeat(self, end: type) -> None:
         """What it is told, up to a message of this type."""
@@ -240,8 +239,9 @@ class _Follower:
             case Commit(cache, shape):
                 caches[cache].commit(batches[cache], self._broadcast(shape, torch.int64))
             case BeginGraph(number):
-                graph = self.graphs[number] = record_graph(functools.partial(self.repeat, EndGraph), self.pool)
-                self.pool = graph.pool()
+                # All in one pool of memory, which is gone when none of them is left.
+                pool = next((graph.pool() for graph in self.graphs.values()), None)
+                self.graphs[number] = record_graph(functools.partial(self.repeat, EndGraph), pool)
             case DropGraph(number):
                 self.graphs.pop(number)
             case MakeCache(number, pages, types):
