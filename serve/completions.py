@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
-from serve.answer import Answer, Counts, Delta
+from serve.answer import Answer, Delta
 from serve.api_errors import from_exception, from_user_error, parse_body
+from serve.counts import Counts
 from serve.detokenize import Detokenizer
 from serve.openai_types import CompletionRequest
 from serve.prompt import DEFAULT_COMPLETION_TOKENS, completion_prompts, sampling_params

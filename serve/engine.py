@@ -10,6 +10,7 @@ import torch
 from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
 from serve.budget import OFF, Budget, CostTable
+from serve.counts import Counts
 from serve.drafter import Drafter
 from serve.image_rows import check_images
 from serve.pages import PageAllocator
@@ -24,30 +25,12 @@ from target_model.model import TargetModel
 
 @dataclass
 class EngineStats:
-    """Totals since the start. accepted_per_depth[d] counts steps that kept a drafted token of depth d + 1, histogram[a]
-    those that kept exactly a; drafted counts nodes.
-    """
+    """Totals since the start. `decoded.completion` counts what verify steps emitted, not the tokens of prefill."""
 
     steps: int = 0
-    verify_steps: int = 0
-    emitted: int = 0
     prefill_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_depth: list[int] = field(default_factory=list)
-    histogram: list[int] = field(default_factory=list)
+    decoded: Counts = field(default_factory=Counts)
     seconds: float = 0.0
-
-    def record(self, step: StepRecord) -> None:
-        self.verify_steps += 1
-        self.emitted += step.emitted
-        self.drafted += step.drafted
-        self.accepted += step.accepted
-        self.histogram += [0] * (step.accepted + 1 - len(self.histogram))
-        self.histogram[step.accepted] += 1
-        self.accepted_per_depth += [0] * (step.accepted - len(self.accepted_per_depth))
-        for depth in range(step.accepted):
-            self.accepted_per_depth[depth] += 1
 
 
 class Engine:
@@ -181,19 +164,19 @@ class Engine:
 
     def stats(self) -> dict[str, float | int | list[int]]:
         """Totals, the state of queue and cache, and seconds by part."""
-        totals, clock, scheduler = self.totals, self.runner.clock, self.scheduler
+        totals, decoded, clock, scheduler = self.totals, self.totals.decoded, self.runner.clock, self.scheduler
         synthetic = self.runner.synthetic
         parts = clock.prefill + clock.draft + clock.verify
         return {
             "steps": totals.steps,
-            "verify_steps": totals.verify_steps,
-            "emitted_tokens": totals.emitted,
+            "verify_steps": decoded.steps,
+            "emitted_tokens": decoded.completion,
             "prefill_tokens": totals.prefill_tokens,
-            "drafted_tokens": totals.drafted,
-            "accepted_tokens": totals.accepted,
-            "accepted_per_depth": list(totals.accepted_per_depth),
-            "accepted_histogram": list(totals.histogram),
-            "acceptance_length": totals.emitted / totals.verify_steps if totals.verify_steps else None,
+            "drafted_tokens": decoded.drafted,
+            "accepted_tokens": decoded.accepted,
+            "accepted_per_depth": list(decoded.per_depth),
+            "accepted_histogram": decoded.histogram,
+            "acceptance_length": decoded.completion / decoded.steps if decoded.steps else None,
             "synthetic_acceptance_length": synthetic and synthetic.length,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -247,7 +230,8 @@ class Engine:
         if outcome.tree is not None:
             verified = Verified(outcome.tree, outcome.path)
             step = StepRecord(len(outcome.tree) - 1, min(len(outcome.path), emitted), emitted, *outcome.seconds)
-            self.totals.record(step)
+            self.totals.decoded.add_step(step, step.accepted)
+            self.totals.decoded.completion += emitted
             if self.budget:
                 self.budget.learn(sequence.request.id, outcome.tree, outcome.path)
         if reason is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from serve.answer import Counts
+from serve.counts import Counts
 from serve.request import TokenLogprob
 from target_model.tokenizer import Tokenizer
 
