@@ -54,8 +54,8 @@ def traced(made) -> dict[str, list[Step]]:
     runner = made.engine.engine.runner
     decode = runner.decode
 
-    def recording(sequences, *rest):
-        outcomes = decode(sequences, *rest)
+    def recording(sequences, *rest, **options):
+        outcomes = decode(sequences, *rest, **options)
         for sequence, outcome in zip(sequences, outcomes, strict=True):
             step = Step(len(outcome.tree) - 1, len(outcome.path), len(outcome.tokens))
             trace.setdefault(sequence.request.id, []).append(step)
