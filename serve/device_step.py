@@ -174,7 +174,7 @@ class DeviceStep:
         if self.drafter.chosen is not None:
             choice_RJN = buffers.choice_RJN.clone()
         for r, sequence in enumerate(sequences):
-            self.drafter.hear(sequence, aux_RA[r : r + 1], None if choice_RJN is None else choice_RJN[r : r + 1])
+            self.drafter.hear(sequence, aux_RA, choice_RJN, slice(r, r + 1))
 
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
         """The halves of all further steps of this size, when they have run once."""

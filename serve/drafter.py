@@ -70,11 +70,11 @@ class Drafter:
             # Its keys do not depend on what the row attends to, and as it is never a root nobody reads its state.
             sequence.choices = [self.chosen.nothing(self.page_taps.device)]
 
-    def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None) -> None:
-        """Takes what the target left of newly decided positions."""
-        sequence.taps.append(aux_TA)
+    def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None, rows: slice | list[int]) -> None:
+        """Takes what the target left of newly decided positions, in these rows of a pass."""
+        sequence.taps.append(aux_TA[rows])
         if choice_TJN is not None:
-            sequence.choices.append(choice_TJN)
+            sequence.choices.append(choice_TJN[rows])
 
     def follow(self, sequences: list[Sequence]) -> None:
         """Computes the rows of decided tokens from the taps that the target has left, one row for each that is known.

@@ -99,8 +99,7 @@ class Runner:
             if self.drafter:
                 if sequence.computed == sequence.draft_end:
                     self.drafter.resume(sequence)
-                heard = slice(row, row + count)
-                self.drafter.hear(sequence, output.aux[heard], None if choice_TJN is None else choice_TJN[heard])
+                self.drafter.hear(sequence, output.aux, choice_TJN, slice(row, row + count))
             sequence.computed += count
             row += count
             if sequence.computed == len(sequence.token_ids):
@@ -143,7 +142,7 @@ class Runner:
             first = 0
             for sequence, tree, path in zip(sequences, trees, paths, strict=True):
                 rows = [first, *(first + node for node in path)]
-                self.drafter.hear(sequence, output.aux[rows], None if choice_TJN is None else choice_TJN[rows])
+                self.drafter.hear(sequence, output.aux, choice_TJN, rows)
                 first += len(tree)
             # Without drafts nobody needs the draft's rows yet: they are computed together now and then.
             self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
@@ -167,8 +166,12 @@ class Runner:
             for each in decided
         ]
 
-    def _verify(self, sequences: list[Sequence], trees: list[Tree]):
-        """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root."""
+    def _verify(
+        self, sequences: list[Sequence], trees: list[Tree]
+    ) -> tuple[list[Outcome], list[list[int]], TargetOutput, Tensor | None]:
+        """The target scores all nodes in one pass; the accepted nodes' keys move up behind the root. What is decided,
+        the accepted nodes, and what the target left.
+        """
         batch = self._tree_batch(sequences, trees)
         output, choice_TJN = self._run_target(batch)
         logits_TV = self.target.logits(output.final_state)
