@@ -76,7 +76,9 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class DropCache:
+class Drop:
+    """A cache or a graph, which are numbered together."""
+
     number: int
 
 
@@ -94,11 +96,6 @@ class EndGraph:
 
 @dataclass(frozen=True)
 class ReplayGraph:
-    number: int
-
-
-@dataclass(frozen=True)
-class DropGraph:
     number: int
 
 
@@ -152,7 +149,7 @@ class LeaderTarget(ShardedTarget):
         super().__init__(config, shard, dtype, vision=vision, formats=formats)
         self.followers = followers
         self._numbers = itertools.count()
-        self._dropped: list[DropCache | DropGraph] = []
+        self._dropped: list[Drop] = []
 
     def make_cache(self, pages: int, *, draft: DraftKVShape | None = None, **types: torch.dtype | None) -> LeaderCache:
         """As TargetModel's, in every process."""
@@ -160,7 +157,7 @@ class LeaderTarget(ShardedTarget):
         self.followers.tell(MakeCache(number, pages, types))
         options = {"dtype": self.dtype, "device": self.device, "draft": draft, **types}
         cache = LeaderCache(number, self.followers, self.config, pages, **options)
-        weakref.finalize(cache, self._dropped.append, DropCache(number))
+        weakref.finalize(cache, self._dropped.append, Drop(number))
         return cache
 
     def make_graph(self, run: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
@@ -173,7 +170,7 @@ class LeaderTarget(ShardedTarget):
             finally:
                 self.followers.tell(EndGraph())
         self.followers.graphs[graph] = number
-        weakref.finalize(graph, self._dropped.append, DropGraph(number))
+        weakref.finalize(graph, self._dropped.append, Drop(number))
         return graph
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -242,13 +239,11 @@ class _Follower:
                 # All in one pool of memory, which is gone when none of them is left.
                 pool = next((graph.pool() for graph in self.graphs.values()), None)
                 self.graphs[number] = record_graph(functools.partial(self.repeat, EndGraph), pool)
-            case DropGraph(number):
-                self.graphs.pop(number)
             case MakeCache(number, pages, types):
                 caches[number] = target.make_cache(pages, **types)
-            case DropCache(number):
-                caches.pop(number)
-                batches.pop(number, None)
+            case Drop(number):
+                for kept in (caches, batches, self.graphs):
+                    kept.pop(number, None)
 
     def _broadcast(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         received = torch.empty(shape, dtype=dtype, device=self.target.device)

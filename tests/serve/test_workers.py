@@ -21,7 +21,7 @@ import torch
 
 from serve import lockstep, workers
 from serve.load import EngineOptions, load_engine
-from serve.lockstep import BeginGraph, DropGraph, EndGraph, Logits, ReplayGraph, follow, pack, unpack
+from serve.lockstep import BeginGraph, Drop, EndGraph, Logits, ReplayGraph, follow, pack, unpack
 from serve.request import SamplingParams
 from serve.server import make_service
 from serve.workers import TargetPlan, check_plan, lead_target
@@ -83,7 +83,7 @@ def test_a_graph_holds_what_was_told_between_its_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lockstep, "record_graph", Graph)
     monkeypatch.setattr(lockstep.dist, "broadcast", lambda tensor, source: None)
     told = [Logits((1,)), BeginGraph(4), Logits((2,)), EndGraph(), ReplayGraph(4), Logits((3,)), ReplayGraph(4)]
-    messages = iter([*told, DropGraph(4), ReplayGraph(4)])
+    messages = iter([*told, Drop(4), ReplayGraph(4)])
     target = SimpleNamespace(device="cpu", dtype=torch.float32, scores=lambda state: done.append(len(state)))
     with pytest.raises(KeyError):
         follow(target, lambda: next(messages))
