@@ -1,5 +1,5 @@
-"""Router and experts of a mixture of experts. The kernels are in moe_router.py and moe_gemm.py, and moe_widen.py says
-how packed weights are read.
+"""Router and experts of a mixture of experts. The kernels are in moe_router.py, moe_gemm.py and, for packed experts of
+some dozens of rows each, moe_wide.py; moe_widen.py says how packed weights are read.
 
 Shapes: T rows, H hidden, E experts, I expert width, N experts of a token.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from target_model.kernels import moe_wide
 from target_model.kernels.common import (
     FLOATS,
     INTERPRETED,
@@ -90,7 +91,7 @@ class Operand:
 @dataclass(frozen=True)
 class Tile:
     """`block_m` tokens x `block_w` weight rows, `block_k` columns at a time; `separate` sums for the planes of packed
-    weights; `registers` a thread may have at most."""
+    weights; `registers` a thread may have at most; `wide`: the kernel of moe_wide.py."""
 
     block_m: int
     block_w: int
@@ -99,6 +100,7 @@ class Tile:
     num_stages: int
     separate: bool = False
     registers: int | None = None
+    wide: bool = False
 
     @property
     def run(self) -> int:
@@ -130,7 +132,8 @@ def plan(
     experts_TN: Tensor, experts: int, x_TH: Tensor, tile: Tile, w13: Operand, shared13: Operand | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pairs grouped by expert: places [tiles * block_m] (-1 empty) and the expert of each tile (-1 unused); and x in
-    the order of the products. With a shared expert every row has one pair more, of expert number `experts`.
+    the order of the products (wide tiles: as it is). With a shared expert every row has one pair more, of expert number
+    `experts`.
     """
     shared = shared13 is not None
     ahead = shared and shared13.values.shape[-1] % 8 == 0  # whole 16 bytes
@@ -139,11 +142,12 @@ def plan(
     tiles = pairs // tile.block_m + min(experts, pairs)
     order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=experts_TN.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts_TN.device)
-    arranged, chunks = room_for(x_TH, tile, w13.per)
+    per = 1 if tile.wide else w13.per
+    arranged, chunks = room_for(x_TH, tile, per)
     plan_kernel[(experts + chunks,)](
         experts_TN, order, tile_expert, x_TH, arranged, (shared13 or w13).values, pairs, tiles, E=experts,
         E_PAD=power_of_two(experts + 1), N=experts_TN.shape[1], SHARED=shared, BLOCK_M=tile.block_m,
-        CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden, HP=arranged.shape[1], PER=w13.per,
+        CHUNK=min(1024, max(32, power_of_two(pairs))), H=hidden, HP=arranged.shape[1], PER=per,
         ARRANGED=ARRANGED_AT_ONCE, SHARED_ROWS=w13.values.shape[-2], WORDS=w13.values.shape[-1], AHEAD=ahead, PDL=PDL,
         **tile.order, **launch_options(4, 1),
     )  # fmt: skip
@@ -182,13 +186,23 @@ def gemm_shape(pairs: int, experts: int, form: str = "none") -> Tile:
         return Tile(block_m, 64, 128, num_warps=4, num_stages=3)
     if block_m == 16 and form == "e4m3":
         return Tile(16, 64, 256, num_warps=4, num_stages=4)
+    if pairs <= experts // 32:  # one token: twice as many programs, which all run at once
+        return Tile(8, 32, 512, num_warps=2, num_stages=3, separate=True)
+    if block_m == 16 and pairs <= experts // 4:
+        return Tile(8, 64, 512, num_warps=4, num_stages=3, separate=True)
     if block_m == 16:
-        return Tile(8, 64, 512 if pairs <= experts // 4 else 256, num_warps=4, num_stages=4, separate=True)
+        return Tile(8, 64, 256, num_warps=4, num_stages=4, separate=True)
     if block_m == 128:
         return Tile(128, 128, 128, num_warps=8, num_stages=3)
     if form == "e4m3":
         return Tile(block_m, 64, 128, num_warps=4, num_stages=4)
     return Tile(block_m, 64, 256, num_warps=4, num_stages=3)
+
+
+def wide_shape(form: str) -> Tile:
+    """The tile of moe_wide.py."""
+    block_k = moe_wide.STEP_WORDS * numbers_per_word(form)
+    return Tile(moe_wide.TILE_ROWS, 256, block_k, num_warps=8, num_stages=moe_wide.STAGES[form], wide=True)
 
 
 def grouped_experts(
@@ -207,8 +221,11 @@ def grouped_experts(
     the tiles suit pairs spread over `routed_over` experts (None: E). `shared`: w13 [2I, H] and w2 [H, I] of an expert
     that every row passes with the weight 1; then all others are here. All weights are in the same format.
     """
-    form = operand(w13_E2IH, x_TH).form
-    tile = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], form)
+    w13 = operand(w13_E2IH, x_TH)
+    tile = gemm_shape(experts_TN.numel(), routed_over or w2_EHI.shape[0], w13.form)
+    some = tile.block_m == 64 or (tile.block_m == 32 and w13.form == "e4m3")
+    if shared is None and some and moe_wide.serves(w13.format, *w2_EHI.shape[1:], x_TH.device):
+        tile = wide_shape(w13.form)
     return run_experts(x_TH, w13_E2IH, w2_EHI, weights_TN, experts_TN, alpha, limit, beta, shared=shared, tile=tile)
 
 
@@ -235,14 +252,32 @@ def run_experts(
     common = () if shared is None else tuple(operand(weight, x_TH) for weight in shared)
     order, tile_expert, arranged = plan(experts_TN, experts, x_TH, tile, w13, *common[:1])
     all_per_token = per_token + (shared is not None)
-    y = two_products(arranged, (w13, w2, *common), rows * all_per_token, hidden, (alpha, limit, beta), tile,
-                     all_per_token, (order, tile_expert))  # fmt: skip
+    if tile.wide:
+        check_weights((w13, w2), hidden)
+        y = moe_wide.two_products(arranged, order, tile_expert, w13.tensors[:2], w2.tensors[:2], w13.form, per_token,
+                                  (alpha, limit, beta))  # fmt: skip
+    else:
+        y = two_products(arranged, (w13, w2, *common), rows * all_per_token, hidden, (alpha, limit, beta), tile,
+                         all_per_token, (order, tile_expert))  # fmt: skip
     out = torch.empty(rows, hidden, dtype=x_TH.dtype, device=x_TH.device)
     weighted_sum_kernel[(rows, cdiv(hidden, 1024))](
         y, weights_TN, out, H=hidden, N=per_token, SPLITS=1, SHARED=shared is not None, BLOCK_H=1024, PDL=PDL,
         **launch_options(4, 1),
     )  # fmt: skip
     return out
+
+
+def check_weights(operands: tuple[Operand, ...], hidden: int) -> tuple[int, int]:
+    """Whether all weights fit one another; the width of an expert and the number of experts."""
+    w13, w2 = operands[:2]
+    shared13, shared2 = operands[2:] or (w13, w2)
+    width, experts = w2.values.shape[-1] * w2.per, w2.values.shape[0]
+    for name, up, down, leading in (("w13", w13, w2, w13.values.shape[:-2]), ("shared", shared13, shared2, ())):
+        if len(operands) > 2 or name == "w13":
+            require_tensor(name, up.values, (*leading, 2 * width, hidden // up.per), (w13.values.dtype,))
+            require_tensor(name, down.values, (*leading, hidden, width // up.per), (w13.values.dtype,))
+            require(up.format == down.format == w13.format, f"{name}: {up.format}, {down.format} and {w13.format}")
+    return width, experts
 
 
 def two_products(
@@ -260,12 +295,7 @@ def two_products(
     """
     w13, w2 = operands[:2]
     shared13, shared2 = operands[2:] or (w13, w2)
-    width, experts = w2.values.shape[-1] * w2.per, w2.values.shape[0]
-    for name, up, down, leading in (("w13", w13, w2, w13.values.shape[:-2]), ("shared", shared13, shared2, ())):
-        if len(operands) > 2 or name == "w13":
-            require_tensor(name, up.values, (*leading, 2 * width, hidden // up.per), (w13.values.dtype,))
-            require_tensor(name, down.values, (*leading, hidden, width // up.per), (w13.values.dtype,))
-            require(up.format == down.format == w13.format, f"{name}: {up.format}, {down.format} and {w13.format}")
+    width, experts = check_weights(operands, hidden)
     padded = width if w13.per == 1 else cdiv(width, tile.block_k) * tile.block_k
     tiles = cdiv(pairs, tile.block_m) if planned is None else len(planned[1])
     act, y = x.new_empty(tiles * tile.block_m, padded), x.new_empty(pairs, hidden)

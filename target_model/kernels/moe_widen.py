@@ -136,7 +136,8 @@ def _by_arithmetic(word, factor, N: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def _e2m1(word, factor, N: tl.constexpr):
     # Two words in a register; s|eem goes to bit 15 and to bits 8..6 of each half. A product with the sum of two powers
-    # of two puts copies of the number at both places at once, where it stays inside its half.
+    # of two puts copies of the number at both places at once, where it stays inside its half. Numbers 2 and 3 share a
+    # shift.
     if N == 0:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 a; and.b32 a, $1, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0;"
@@ -157,8 +158,8 @@ def _e2m1(word, factor, N: tl.constexpr):
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 a; shr.b32 a, $1, 6; and.b32 a, a, 0x01C001C0;"
-            "lop3.b32 a, $1, 0x80008000, a, 0xEA; mul.bf16x2 $0, a, $2; }",
+            "{ .reg .b32 a; shr.b32 a, $1, 8; and.b32 a, a, 0x00F000F0; mul.lo.u32 a, a, 0x104;"
+            "and.b32 a, a, 0x81C081C0; mul.bf16x2 $0, a, $2; }",
             "=r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
 

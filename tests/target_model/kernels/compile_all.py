@@ -15,6 +15,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 TYPES = {
@@ -55,6 +57,9 @@ def compile_instead(self, *args, grid, warmup, **kwargs):
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, TensorDescriptor):
+            element = TYPES[value.base.dtype].removeprefix("*")
+            signature[parameter.name] = f"tensordesc<{element}{list(value.block_shape)},{value.layout!r}>"
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0:
@@ -63,7 +68,8 @@ def compile_instead(self, *args, grid, warmup, **kwargs):
             signature[parameter.name] = "fp32"
     key = (self.fn.__name__, str(signature), str(constants), str(options))
     if key not in compiled:
-        source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
+        language = GluonASTSource if self.is_gluon() else ASTSource
+        source = language(self, signature, constants, attributes)
         kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         compiled[key] = describe(kernel)
         print(

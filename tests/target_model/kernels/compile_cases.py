@@ -104,6 +104,13 @@ def packed_experts(rows: int) -> None:
         moe.grouped_experts(empty(rows, HIDDEN), *weights, shares, chosen, 1.7, 7.0, 1.0)
 
 
+def wide_experts() -> None:
+    for form, name in ((MXFP4, "e2m1"), (MXFP8, "e4m3")):
+        weights = packed(form, 128, 2 * WIDTH, HIDDEN), packed(form, 128, HIDDEN, WIDTH)
+        shares, chosen = empty(8, 4, dtype=torch.float32), torch.zeros(8, 4, dtype=torch.int64)
+        moe.run_experts(empty(8, HIDDEN), *weights, shares, chosen, 1.7, 7.0, 1.0, tile=moe.wide_shape(name))
+
+
 def packed_dense(rows: int) -> None:
     for form in (MXFP4, MXFP8):
         x, w13, w2 = empty(rows, HIDDEN), packed(form, 2 * WIDTH, HIDDEN), packed(form, HIDDEN, WIDTH)
@@ -188,6 +195,7 @@ CASES = {
     "packed dense 600": lambda: packed_dense(600),
     "packed experts 4": lambda: packed_experts(4),
     "packed experts 1024": lambda: packed_experts(1024),
+    "wide experts": wide_experts,
     "experts 1": lambda: experts(1),
     "experts 1024": lambda: experts(1024),
     "experts 8192": lambda: experts(8192),

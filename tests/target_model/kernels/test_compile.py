@@ -30,16 +30,16 @@ def test_all_kernels_compile_with_tensor_cores_and_without_large_spills():
         numbers = dict(zip(words[1::2], words[2::2], strict=False))
         assert int(numbers["stack"]) <= 96, words
         assert int(numbers["shared"]) <= 227 * 1024, words
-        if words[0] in ("attention_kernel", "many_scores_kernel", "up_kernel", "down_kernel"):
+        if words[0] in ("attention_kernel", "many_scores_kernel", "up_kernel", "down_kernel", "wide_kernel"):
             assert int(numbers["wgmma"]) + int(numbers["mma"]) > 0, words
     assert {words[0] for words in lines} == {
         "add_norm_kernel", "arrange_kernel", "attention_kernel", "best_kernel", "check_kernel", "choose_kernel",
         "column_gradient_kernel", "combine_kernel", "commit_kernel", "decide_kernel", "decode_kernel", "down_kernel",
         "dual_norm_kernel", "few_scores_kernel", "first_kernel", "gumbel_kernel", "kl_rows_kernel", "last_kernel",
         "logits_kernel", "many_scores_kernel", "maxima_kernel", "merge_column_kernel", "norm_rope_kernel",
-        "plan_kernel", "rope_write_kernel", "rotate_heads_kernel", "route_kernel", "scale_kernel",
+        "place_kernel", "plan_kernel", "rope_write_kernel", "rotate_heads_kernel", "route_kernel", "scale_kernel",
         "silu_gradient_kernel", "silu_product_kernel", "union_kernel", "up_kernel", "weighted_sum_kernel",
-        "widen_kernel", "write_kernel",
+        "wide_kernel", "widen_kernel", "write_kernel",
     }  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def relative(x: torch.Tensor, want: torch.Tensor) -> float:
     return float((x.float() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 4, 37, 300])
+@pytest.mark.parametrize("rows", [1, 4, 37, 128, 300])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_error_of_experts_is_at_most_twice_that_of_pytorch(form, rows):
     w13, w2 = random_weight(form, EXPERTS, 2 * WIDTH, HIDDEN), random_weight(form, EXPERTS, HIDDEN, WIDTH)
