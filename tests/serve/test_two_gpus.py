@@ -17,7 +17,7 @@ from tests.devices import TWO_GPUS
 from tests.serve.test_gpu import DEVICE, QUESTIONS, check_choices, five_requests
 
 pytestmark = TWO_GPUS
-TREES = {"plain": None, "chain": TreeConfig.chain(3), "tree": TreeConfig(3, 2, 6)}
+TREES = {"chain": TreeConfig.chain(3), "tree": TreeConfig(3, 2, 6), "plain": None}
 
 
 @pytest.fixture(scope="module")
