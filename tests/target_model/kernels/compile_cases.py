@@ -193,6 +193,7 @@ CASES = {
     "packed dense 1": lambda: packed_dense(1),
     "packed dense 64": lambda: packed_dense(64),
     "packed dense 600": lambda: packed_dense(600),
+    "packed experts 1": lambda: packed_experts(1),
     "packed experts 4": lambda: packed_experts(4),
     "packed experts 1024": lambda: packed_experts(1024),
     "wide experts": wide_experts,
