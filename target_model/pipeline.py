@@ -62,6 +62,7 @@ class PipelineStage(ShardedTarget):
         else:
             received = self._receive(batch, sum(tap < layers.start for tap in taps))
             residual_TH, *earlier = received.split(self.config.hidden_size, dim=-1)
+            residual_TH = residual_TH.contiguous()  # as kernels read it
             blocks_TJN = self._receive_blocks(batch, recorder)
         own_taps = [tap for tap in taps if tap in layers]
         normed_TH, residual_TH, blocks_TJN, tapped = self.run_layers(
