@@ -92,7 +92,9 @@ class DeviceStep:
         noise = Noise.of(sequence.params for sequence in sequences)
         widest = max(len(sequence.pages) for sequence in sequences)
         size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
-        if shape != OFF:
+        # Behind a plain step that is on its way the draft cannot have followed.
+        drafting = shape != OFF and (rows is None or ready.step.size.shape != OFF)
+        if drafting:
             self.drafter.follow(sequences)
         if rows is None:
             step, rows = self._begin(size, sequences, limits), list(range(len(sequences)))
@@ -102,7 +104,7 @@ class DeviceStep:
             steady = rows == list(range(len(ready.places))) and size.place == step.size.place
         self._size, self._last = size, [weakref.ref(sequence) for sequence in sequences]
         following = None
-        if lasting and steady and (shape != OFF or not self.drafter):
+        if lasting and steady and (drafting or shape == OFF):
             if ready is not None:
                 step.buffers.load_table(sequences)
             following = self._launch(size, step.buffers, self._wanted(sequences, step.buffers))
@@ -141,7 +143,9 @@ class DeviceStep:
             draft = partial(self._draft, size, buffers) if size.shape != OFF else _nothing
             self._halves[size] = draft, partial(self._verify, size, buffers)
         draft, verify = self._halves[size]
-        launched = Launched(size, buffers, wanted, buffers.timed(draft), buffers.timed(verify), buffers.send_result())
+        drafted, verified, sent = buffers.timed(draft), buffers.timed(verify), buffers.send_result()
+        left = buffers.left() if self.drafter and size.shape == OFF else None
+        launched = Launched(size, buffers, wanted, drafted, verified, sent, left)
         if new:
             self._halves[size] = self._kept(size, draft, verify)
         return launched
@@ -157,24 +161,19 @@ class DeviceStep:
             sequence.computed += len(each.tokens)
         if self.synthetic:
             self.synthetic.settle(owed)
-        if size.shape != OFF:
-            buffers.hand_over(sequences, rows)
+        if step.left is not None:
+            for sequence, row in zip(sequences, rows, strict=True):
+                self.drafter.hear(sequence, *step.left, slice(row, row + 1))
         elif self.drafter:
-            self._tell(sequences, buffers)
+            buffers.hand_over(sequences, rows)
         self.seconds = buffers.between(*step.drafted), buffers.between(*step.verified)
         return decided
 
     def _take_back(self, step: Launched) -> None:
-        step.buffers.take_back()
+        if step.size.shape != OFF:
+            step.buffers.take_back()
         if self.synthetic:
             self.synthetic.settle(sum(step.wanted))
-
-    def _tell(self, sequences: list[Sequence], buffers: StepBuffers) -> None:
-        aux_RA, choice_RJN = buffers.left_RA.clone(), None
-        if self.drafter.chosen is not None:
-            choice_RJN = buffers.choice_RJN.clone()
-        for r, sequence in enumerate(sequences):
-            self.drafter.hear(sequence, aux_RA, choice_RJN, slice(r, r + 1))
 
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
         """The halves of all further steps of this size, when they have run once."""

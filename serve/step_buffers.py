@@ -86,7 +86,7 @@ class Decided:
 @dataclass(frozen=True)
 class Launched:
     """A step on its way: how many nodes it is to keep by decree of each sequence ([]: none is decreed), when it drafts
-    and verifies, and where its result arrives.
+    and verifies, where its result arrives, and what the target leaves for a draft that does not follow at once.
     """
 
     size: Size
@@ -95,6 +95,7 @@ class Launched:
     drafted: Marks
     verified: Marks
     sent: Sent
+    left: tuple[Tensor, Tensor | None] | None
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,10 @@ class StepBuffers:
         """The last step does not count: the next trees grow from where its own did."""
         for now, before in self._before:
             now.copy_(before)
+
+    def left(self) -> tuple[Tensor, Tensor | None]:
+        """What the target left of a step without a tree, in memory of its own."""
+        return self.left_RA.clone(), None if self.choice_RJN is None else self.choice_RJN.clone()
 
     def keep(self, parts: list[Tensor]) -> None:
         """Keeps the result, [R, columns] each."""

@@ -161,20 +161,23 @@ def test_costs_between_and_beyond_what_was_measured():
     assert costs.seconds(shape, 1, 0) > 0
 
 
-def test_a_plain_phase_leaves_the_draft_able_to_go_on(target, answers):
+@pytest.mark.parametrize("device_step", [False, True])
+def test_a_plain_phase_leaves_the_draft_able_to_go_on(target, answers, device_step):
     """Steps without drafts put the draft's own rows off; when it drafts again they are the ones of a cold run."""
     params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    trees = {}
-    for plain_steps in (0, 20, 50):
-        engine = scripted_engine(target, answers, TreeConfig.chain(3), agreement=0.0)
+    trees = []
+    for off in (range(0), range(20), range(50), range(15, 40), range(0, 60, 7)):
+        engine = scripted_engine(target, answers, TreeConfig.chain(3), agreement=0.0, device_step=device_step)
         engine.add(Request("r", BATCH[2], params))
         for step in range(60):
-            engine.tree = OFF if step < plain_steps else TreeConfig.chain(3)
+            engine.tree = OFF if step in off else TreeConfig.chain(3)
             engine.step()
+        if device_step:
+            engine.runner.device_step.give_up_ahead()
         ((_, _, sequence),) = engine.scheduler.running
         engine.runner.drafter.follow([sequence])
-        trees[plain_steps] = (sequence.root_state, engine.runner.cache.draft_k[sequence.pages].flatten(0, 1)[1:78])
-    for state, keys in trees.values():
+        trees.append((sequence.root_state, engine.runner.cache.draft_k[sequence.pages].flatten(0, 1)[1:78]))
+    for state, keys in trees:
         assert (state - trees[0][0]).abs().max() < 1e-4 and (keys - trees[0][1]).abs().max() < 1e-4
 
 

@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+from serve.budget import OFF
 from serve.engine import Engine
 from serve.request import Request, SamplingParams
 from serve.tree import TreeConfig
@@ -163,6 +164,36 @@ def test_a_step_ahead_leaves_no_trace_where_it_does_not_count(tiny, every, atten
         assert sum(update.step.accepted for update in updates if update.step) > 20
         seen.append([(u.id, u.token_ids, u.step and (u.step.drafted, u.step.accepted)) for u in updates])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("every", [0, 2, 5])
+def test_shapes_that_change_draft_as_well_as_without_steps_ahead(tiny, every):
+    """Plain steps among trees: each has the shape that was asked for before it was begun, and keeps what the general
+    step keeps with that shape.
+    """
+    ids = tiny.tokenizer.encode("def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n")
+    shapes = {1: OFF, 3: TreeConfig.chain(2), 6: TreeConfig(3, 2, 6)}
+    asked = [6, 6, 6, 6, 6, 1, 6, 6, 1, 1, 1, 6, 3, 3, 3, 1, 1, 6, 1, 3, 3]
+    params = [SamplingParams(temperature=t, top_k=20, seed=3, max_tokens=400, ignore_eos=True) for t in (0, 1.0, 0)]
+
+    def run(device_step: bool, nodes: list[int]) -> list[list]:
+        engine = Engine(tiny.target, tiny.draft, shapes[6], device_step=device_step)
+        for name, wish in zip("abc", params, strict=True):
+            engine.add(Request(name, ids[-ord(name) % 7 :], wish))
+        engine.step()
+        steps = []
+        for tick, count in enumerate(nodes):
+            engine.tree = shapes[count]
+            updates = engine.step()
+            steps.append([(u.id, u.token_ids, len(u.verified.tree), u.step.accepted) for u in updates])
+            if device_step and every and tick % every == 0:
+                engine.runner.device_step.give_up_ahead()
+        return steps
+
+    ours = run(True, asked * 3)
+    taken = [step[0][2] for step in ours]
+    assert set(taken) == set(shapes) and sum(kept for step in ours for *_, kept in step) > 40
+    assert run(False, taken) == ours
 
 
 def test_preemption(target, answers):
