@@ -84,7 +84,9 @@ def processes(device: torch.device) -> Iterator[tuple[int, int]]:
 
     At the end all wait for each other, and the process groups are taken down with their threads. Otherwise a worker of
     gloo may still hold tensors of the last collective when the interpreter goes: it asks for the interpreter's lock to
-    release them, and a process in that state aborts ("terminate called without an active exception").
+    release them, and a process in that state aborts ("terminate called without an active exception"). After an error
+    nobody is waited for: the launcher ends the others. NCCL's groups then go with the process, as they are only taken
+    down by all ranks together, and the others may wait in a collective for this one.
     """
     alone = {} if "RANK" in os.environ else _world_of_one()
     os.environ.update(alone)
@@ -101,12 +103,15 @@ def processes(device: torch.device) -> Iterator[tuple[int, int]]:
     warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     # DeepSpeed's collectives under older names, in every step of ZeRO 3.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    leaves = device.type == "cpu" or world == 1
     try:
-        yield torch.distributed.get_rank(), torch.distributed.get_world_size()
-        # Not after an error: the other ranks may never get here.
+        yield rank, world
         torch.distributed.barrier()
+        leaves = True
     finally:
-        deepspeed.comm.destroy_process_group()
+        if leaves:
+            deepspeed.comm.destroy_process_group()
         # A group's threads end with its last reference, and some lie in cycles of DeepSpeed's engine.
         gc.collect()
         for name in alone:

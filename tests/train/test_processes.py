@@ -20,7 +20,7 @@ import json, sys
 from train.config import parse_config
 from train.loop import train
 config, stop = parse_config(json.loads(sys.argv[1])), int(sys.argv[2])
-train(config, judge=lambda draft, target: {"al": 1.0}, progress=False, stop_after=stop)
+train(config, judge=lambda draft, target: {"al": float(sys.argv[3])}, progress=False, stop_after=stop)
 """
 # What other orders of summing make of losses and gradient norms, relative; and of weights, absolute and relative: Adam
 # makes a whole step of a gradient that is nothing but rounding. SAME: nothing is divided otherwise.
@@ -38,6 +38,7 @@ def run(
     packing: bool = False,
     features: dict | None = None,
     judge: dict | None = None,
+    al: str = "1.0",
     wait: bool = True,
     **engine,
 ):
@@ -61,7 +62,7 @@ def run(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
-    command = [*launcher, str(script), json.dumps(config), str(stop)]
+    command = [*launcher, str(script), json.dumps(config), str(stop), al]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if not wait:
@@ -111,6 +112,13 @@ def test_two_processes_equal_one(tmp_path, stage, device):
         # Each rank's file holds half of the optimizer state: fp32 masters (and moments) of 1.57 M trained parameters.
         files = sorted((shared / "state" / "step-00000004").glob("*optim_states.pt"))
         assert len(files) == 2 and all(path.stat().st_size < 0.75 * 12 * 1.6e6 for path in files)
+
+
+@pytest.mark.parametrize("device", CPU_AND_TWO_GPUS)
+def test_an_error_of_one_process_ends_all(tmp_path, device):
+    """The judge's, which the first process has alone while the other waits for its result."""
+    with pytest.raises(AssertionError, match="could not convert string to float|exitcode"):
+        run(tmp_path, 2, zero_stage=1, device=device, al="no number")
 
 
 @pytest.mark.parametrize("device", CPU_AND_TWO_GPUS)
