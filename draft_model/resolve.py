@@ -4,6 +4,7 @@
 hub id also works.
 """
 
+import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -42,12 +43,18 @@ class RunInfo:
 
 
 def list_runs(root: str | Path = "runs", *, exported: bool = True) -> list[RunInfo]:
-    """Runs under `root`, the best first; those without a measured AL come last. `exported`: with a draft only."""
+    """Runs under `root`, the best first; those without a measured AL come last. `exported`: with a draft only. A run
+    whose record is damaged is left out, with a line on stderr.
+    """
     runs = []
     for record in sorted(Path(root).glob("*/run.json")):
-        values = read_json(record)
+        try:
+            run = _run_info(read_json(record), record)
+        except UserError as error:
+            print(f"spec: a run is left out: {error}", file=sys.stderr)
+            continue
         if not exported or (record.parent / "draft" / "config.json").is_file():
-            runs.append(_run_info(values, record))
+            runs.append(run)
     return sorted(runs, key=lambda run: -1.0 if run.best_al is None else run.best_al, reverse=True)
 
 
@@ -55,7 +62,7 @@ def _run_info(values: dict[str, Any], record: Path) -> RunInfo:
     try:
         best = values["best"]
         return RunInfo(
-            values["name"],
+            record.parent.name,
             record.parent,
             values["target"],
             values["step"],

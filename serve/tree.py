@@ -88,7 +88,11 @@ class TreeConfig:
             depth, width, nodes = (int(part) for part in text.split(","))
         except ValueError:
             raise UserError(f"tree must be depth,width,nodes, for example 5,4,24, got {text!r}") from None
-        return TreeConfig(depth, width, nodes)
+        shape = TreeConfig(depth, width, nodes)
+        most = 1 + width + (depth - 1) * width**2
+        if nodes > most:
+            raise UserError(f"a tree of depth {depth} and width {width} has at most {most} nodes, got {text!r}")
+        return shape
 
     def __str__(self) -> str:
         if self.nodes == 1:

@@ -117,6 +117,9 @@ class OptimizerConfig(_Section):
     )
 
 
+LENGTHS = ("steps", "epochs", "tokens")
+
+
 class ScheduleConfig(_Section):
     """Length of the run (exactly one of steps, epochs, tokens) and the learning rate's course."""
 
@@ -248,7 +251,9 @@ class TrainConfig(_Section):
 
 
 def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
-    """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`."""
+    """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`. A length of
+    the run among them (schedule.steps, epochs or tokens) takes the place of the file's.
+    """
     path = Path(source)
     if not path.is_file():
         bundled = {recipe.stem: recipe for recipe in sorted(Path(configs.__file__).parent.glob("*.yaml"))}
@@ -258,9 +263,16 @@ def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...
     values = parse_yaml(path.read_text(), str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values")
+    lengths = set()
     for override in overrides:
-        apply_override(values, override)
-    return parse_config(values, str(path))
+        key = apply_override(values, override)
+        section, _, name = key.partition(".")
+        if section == "schedule" and name in LENGTHS and values["schedule"][name] is not None:
+            lengths.add(name)
+    for other in LENGTHS if lengths else ():
+        if other not in lengths:
+            values["schedule"].pop(other, None)
+    return parse_config(values, str(path) if not overrides else f"{path} with overrides")
 
 
 def parse_config(values: dict[str, Any], where: str = "configuration") -> TrainConfig:

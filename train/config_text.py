@@ -33,10 +33,11 @@ def parse_yaml(text: str, where: str) -> Any:
         raise UserError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Puts the value of `section.key=value` into nested values."""
+def apply_override(values: dict[str, Any], override: str) -> str:
+    """Puts the value of `section.key=value` into nested values, and returns the key."""
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
+    key = key.strip()
+    parts = key.split(".")
     if not equals or not all(parts):
         raise UserError(f"override {override!r} is not of the form section.key=value")
     for part in parts[:-1]:
@@ -44,6 +45,7 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(values, dict):
             raise UserError(f"override {key}: {part} is not a section")
     values[parts[-1]] = parse_yaml(text, f"override {key}")
+    return key
 
 
 def _section_of(annotation: Any) -> Any:

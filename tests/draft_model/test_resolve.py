@@ -37,6 +37,20 @@ def test_the_best_run_of_the_target(tmp_path):
     assert [run.name for run in list_runs(tmp_path)] == ["c", "b", "a", "d"]
 
 
+def test_a_damaged_record_keeps_nobody_from_the_other_runs(tmp_path, capsys):
+    make_run(tmp_path, "a", "mine", 1.4)
+    make_run(tmp_path, "copied", "mine", 1.1)
+    record = json.loads((tmp_path / "copied" / "run.json").read_text())
+    (tmp_path / "copied" / "run.json").write_text(json.dumps(record | {"name": "a"}))
+    for name, text in (("b", "{"), ("c", '{"name": "c"}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert [run.name for run in list_runs(tmp_path)] == ["a", "copied"]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" is ")[0] for line in lines] == ["spec: a run"] * 2
+    assert f"{tmp_path}/b/run.json is not readable JSON" in lines[0] and f"{tmp_path}/c/run.json" in lines[1]
+
+
 def test_the_bundled_one_comes_first(tmp_path, monkeypatch):
     make_run(tmp_path / "runs", "a", "mine", 9.0)
     save_draft(random_draft(), tmp_path / "bundled" / "mine-eagle3")

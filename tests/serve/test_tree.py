@@ -36,7 +36,7 @@ def test_accept_follows_the_targets_choices(choices, path):
 def test_config_limits():
     assert TreeConfig.chain(3) == TreeConfig(depth=3, width=1, nodes=4)
     assert TreeConfig.parse("5,4,24") == TreeConfig(5, 4, 24)
-    for text in ("5,4", "a,b,c", "0,1,4", "3,2,65", "9,9,32"):
+    for text in ("5,4", "a,b,c", "0,1,4", "3,2,65", "9,9,32", "3,1,9", "1,3,5"):
         with pytest.raises(UserError):
             TreeConfig.parse(text)
 

@@ -21,6 +21,10 @@ def test_overrides(recipe):
     config = load_config(recipe, ["optimizer.lr=3e-4", "data.packing=true", "draft.taps=[1, 2]", "ttt.steps=5"])
     assert config.optimizer.lr == 3e-4 and config.data.packing and config.draft.taps == [1, 2] and config.ttt.steps == 5
     assert load_config(recipe, ["schedule.steps=null", "schedule.epochs=2"]).schedule.epochs == 2
+    schedule = load_config(recipe, ["schedule.epochs=2"]).schedule
+    assert (schedule.steps, schedule.epochs) == (None, 2)
+    with pytest.raises(UserError, match="with overrides: schedule: give exactly one of steps, epochs, tokens"):
+        load_config(recipe, ["schedule.epochs=2", "schedule.tokens=9000"])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +39,7 @@ def test_overrides(recipe):
         ("ttt.steps='3'", "ttt.steps"),
         ("engine.zero_stage=4", "engine.zero_stage"),
         ("engine.device=tpu", "engine.device"),
-        ("schedule.epochs=2", "schedule: give exactly one of steps, epochs, tokens"),
+        ("schedule.steps=null", "schedule: give exactly one of steps, epochs, tokens"),
         ("name=a/b", "name"),
         ("data.path=3", "data.path"),
         ("ttt=3", "ttt"),
