@@ -138,15 +138,13 @@ class DeviceStep:
 
     def _launch(self, size: Size, buffers: StepBuffers, wanted: list[int]) -> Launched:
         """Puts a step on its way, and makes graphs of its halves when it is the first of its size."""
-        new = size not in self._halves
-        if new:
-            draft = partial(self._draft, size, buffers) if size.shape != OFF else _nothing
-            self._halves[size] = draft, partial(self._verify, size, buffers)
-        draft, verify = self._halves[size]
+        kept = self._halves.get(size)
+        first = partial(self._draft, size, buffers) if size.shape != OFF else _nothing
+        draft, verify = kept or (first, partial(self._verify, size, buffers))
         drafted, verified, sent = buffers.timed(draft), buffers.timed(verify), buffers.send_result()
         left = buffers.left() if self.drafter and size.shape == OFF else None
         launched = Launched(size, buffers, wanted, drafted, verified, sent, left)
-        if new:
+        if kept is None:
             self._halves[size] = self._kept(size, draft, verify)
         return launched
 

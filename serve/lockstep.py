@@ -179,7 +179,7 @@ class LeaderTarget(ShardedTarget):
             super().replay(graph)
 
     def _next(self) -> int:
-        """Of caches and graphs; the others hear of those that are gone."""
+        """The number of a new cache or graph. Before it is given the others hear of those that are gone."""
         while self._dropped:
             self.followers.tell(self._dropped.pop())
         return next(self._numbers)

@@ -60,7 +60,7 @@ class Size:
         """Nodes of every tree, the root and those that are not live included."""
         if self.shape.paths:
             return self.shape.nodes
-        return min(self.shape.nodes, 1 + self.shape.width + (self.depth - 1) * self.shape.width**2)
+        return min(self.shape.nodes, self.shape.most_nodes)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,11 @@ class TreeConfig:
             raise UserError(f"tree width x (depth - 1) must be at most {MAX_SCRATCH}, got {self.draft_rows}")
 
     @property
+    def most_nodes(self) -> int:
+        """Nodes that a tree of this depth and width can have: a level below the first has the children of `width`."""
+        return 1 + self.width + (self.depth - 1) * self.width**2
+
+    @property
     def draft_rows(self) -> int:
         """Rows that the draft computes beyond the root's: candidates of the last depth are never expanded."""
         return self.width * (self.depth - 1)
@@ -89,8 +94,8 @@ class TreeConfig:
         except ValueError:
             raise UserError(f"tree must be depth,width,nodes, for example 5,4,24, got {text!r}") from None
         shape = TreeConfig(depth, width, nodes)
-        most = 1 + width + (depth - 1) * width**2
-        if nodes > most:
+        if nodes > shape.most_nodes:
+            most = shape.most_nodes
             raise UserError(f"a tree of depth {depth} and width {width} has at most {most} nodes, got {text!r}")
         return shape
 

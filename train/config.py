@@ -251,8 +251,8 @@ class TrainConfig(_Section):
 
 
 def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
-    """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`. A length of
-    the run among them (schedule.steps, epochs or tokens) takes the place of the file's.
+    """From a YAML file, or from the name of one under `configs/`, with overrides like `optimizer.lr=3e-4`, each key
+    once. A length of the run among them (schedule.steps, epochs or tokens) takes the place of the file's.
     """
     path = Path(source)
     if not path.is_file():
@@ -263,12 +263,10 @@ def load_config(source: str | os.PathLike, overrides: list[str] | tuple[str, ...
     values = parse_yaml(path.read_text(), str(path))
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values")
-    lengths = set()
-    for override in overrides:
-        key = apply_override(values, override)
-        section, _, name = key.partition(".")
-        if section == "schedule" and name in LENGTHS and values["schedule"][name] is not None:
-            lengths.add(name)
+    keys = [apply_override(values, override) for override in overrides]
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"override {repeated[0]} is given twice")
+    lengths = [name for name in LENGTHS if f"schedule.{name}" in keys and values["schedule"][name] is not None]
     for other in LENGTHS if lengths else ():
         if other not in lengths:
             values["schedule"].pop(other, None)

@@ -86,9 +86,7 @@ def kl_rows_kernel(
     EACH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     c = tl.program_id(0)
     student += c.to(tl.int64) * V
     teacher += tl.load(teacher_rows + c) * V

@@ -17,7 +17,7 @@ moe_widen.py, HP and IP wide: H and I filled up to whole BLOCK_K.
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import widen
+from target_model.kernels.common import begin, widen
 from target_model.kernels.moe_widen import (
     UNSCALE,
     column_of,
@@ -135,9 +135,7 @@ def up_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
     if expert < 0:
         return
@@ -239,9 +237,7 @@ def down_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     expert = tl.load(tile_expert + tl.program_id(1)) if PLANNED else tl.program_id(1) * 0
     if expert < 0:
         return
@@ -288,9 +284,7 @@ def weighted_sum_kernel(
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     ALL: tl.constexpr = N + 1 if SHARED else N

@@ -13,7 +13,7 @@ of a token.
 import triton
 import triton.language as tl
 
-from target_model.kernels.common import widen
+from target_model.kernels.common import begin, widen
 from target_model.kernels.moe_widen import arrange, prefetch, prefetch_rows
 
 
@@ -69,9 +69,7 @@ def route_kernel(
     SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     n = tl.arange(0, N_PAD)

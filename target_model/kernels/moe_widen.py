@@ -19,6 +19,8 @@ stand side by side in memory: wide loads, and one scale for all of them. The oth
 import triton
 import triton.language as tl
 
+from target_model.kernels.common import begin
+
 UNSCALE = tl.constexpr(65536.0)
 # Columns that one program puts in order.
 ARRANGED_AT_ONCE = 1024
@@ -74,9 +76,7 @@ def arrange_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     arrange(x, out, tl.program_id(0), H, HP, PER, BLOCK_K, RUN, BLOCK)
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from target_model.kernels.common import INTERPRETED, PDL, cdiv, launch_options, require_tensor
+from target_model.kernels.common import INTERPRETED, PDL, begin, cdiv, launch_options, require_tensor
 from target_model.kernels.moe import Operand, Tile, Weight, arrange, operand, two_products
 from target_model.kernels.moe_gemm import down_kernel, factors, weighted_sum_kernel
 from target_model.kernels.moe_widen import UNSCALE, numbers_per_word, widen_word
@@ -103,9 +103,7 @@ def widen_kernel(
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(PDL)
     PER: tl.constexpr = numbers_per_word(FORMAT)
     WORDS: tl.constexpr = BLOCK_K // PER
     own = tl.program_id(0) * 16 + tl.arange(0, 16)

@@ -25,6 +25,8 @@ def test_overrides(recipe):
     assert (schedule.steps, schedule.epochs) == (None, 2)
     with pytest.raises(UserError, match="with overrides: schedule: give exactly one of steps, epochs, tokens"):
         load_config(recipe, ["schedule.epochs=2", "schedule.tokens=9000"])
+    with pytest.raises(UserError, match="override seed is given twice"):
+        load_config(recipe, ["seed=1", "seed=2"])
 
 
 @pytest.mark.parametrize(
