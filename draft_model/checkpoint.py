@@ -4,8 +4,10 @@ Published names: fc, fc_norm.N, layers.0.* (also read: midlayer.*), norm, embed_
 vocabulary d2t, t2d.
 """
 
+import contextlib
 import json
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from draft_model.model import Eagle3Draft
 from target_model.errors import UserError, atomic_directory
 
 WEIGHTS = "model.safetensors"
+MAPS = ("d2t", "t2d")  # of a pruned vocabulary: whole numbers, unlike all other tensors
 
 # Our parameter -> the published tensors that it packs along dimension 0.
 _LAYER_NAMES: dict[str, tuple[str, ...]] = {
@@ -91,11 +94,35 @@ def load_draft(
     device: torch.device | str = "cpu",
     default_taps: tuple[int, ...] | None = None,
 ) -> Eagle3Draft:
-    """A draft for inference. A missing, unknown or mis-shaped tensor is an error that names it."""
+    """A draft for inference. A tensor that is missing, unknown, mis-shaped or not finite is an error that names it."""
     directory = Path(directory)
     config = DraftConfig.from_json(directory / "config.json", default_taps)
     with torch.device("meta"):
         model = Eagle3Draft(config)
+    filled: dict[str, Tensor] = {}
+    with _checked(directory, config) as read:
+        for name, parameter in model.named_parameters():
+            published = published_names(name)
+            filled[name] = torch.cat([read(each).to(dtype) for each in published]).to(device)
+            parts = filled[name].split(split_sizes(config, name, parameter.shape[0]))
+            for each, part in zip(published, parts, strict=True):
+                check_finite(each, part, directory / WEIGHTS)
+        if config.pruned:
+            filled["d2t"] = read("d2t").to(device, torch.int64)
+    model.load_state_dict(filled, strict=True, assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def check_draft(directory: str | os.PathLike, default_taps: tuple[int, ...] | None = None) -> DraftConfig:
+    """The config of a draft whose file is whole, by its header: what `load_draft` refuses, without reading weights."""
+    config = DraftConfig.from_json(Path(directory) / "config.json", default_taps)
+    with _checked(Path(directory), config):
+        return config
+
+
+@contextlib.contextmanager
+def _checked(directory: Path, config: DraftConfig) -> Iterator[Callable[[str], Tensor]]:
+    """Reads tensors by their published names, from a file that holds what `config` says and nothing else."""
     path = directory / WEIGHTS
     if not path.is_file():
         raise UserError(f"draft checkpoint {directory} has no {WEIGHTS}")
@@ -109,46 +136,69 @@ def load_draft(
             names = {_normalise(name): name for name in stored}
             if len(names) != len(stored):
                 raise UserError(f"{path} holds the draft layer twice, as layers.0.* and as midlayer.*")
-            _load_strict(model, names, file, path, dtype, device)
+
+            def read(name: str) -> Tensor:
+                return file.get_tensor(names[name])
+
+            views = {name: file.get_slice(each) for name, each in names.items()}
+            found = {name: (tuple(v.get_shape()), v.get_dtype().startswith(("F", "BF"))) for name, v in views.items()}
+            unknown = check_layout(config, found, path)
+            if config.pruned:
+                check_vocabulary_map(read("d2t").to(torch.int64), read("t2d").to(torch.bool), config, path)
+            else:
+                # Some full-vocabulary checkpoints carry trivial maps; one that is not trivial contradicts the config.
+                unknown = [name for name in unknown if name not in MAPS]
+                if "d2t" in names and read("d2t").any():
+                    raise UserError(f"{path}: tensor d2t maps ids, but config.json says the vocabulary is a full one")
+            if unknown:
+                raise UserError(f"{path}: unknown tensor {names[unknown[0]]} ({len(unknown)} in all)")
+            yield read
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or not a safetensors file: {error}") from None
-    return model.eval().requires_grad_(False)
 
 
 def _normalise(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _load_strict(model: Eagle3Draft, names: dict[str, str], file, path: Path, dtype: torch.dtype, device) -> None:
-    """Fills the meta model from `file`; `names` maps published to stored tensor names."""
-
-    def take(name: str, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        if name not in names:
-            raise UserError(f"{path}: tensor {name} is missing")
-        tensor = file.get_tensor(names.pop(name))
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{path}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.is_floating_point() != kind.is_floating_point:
-            raise UserError(f"{path}: tensor {name} has dtype {tensor.dtype}, expected {kind}")
-        return tensor.to(kind)
-
-    config, filled = model.config, {}
-    for name, parameter in model.named_parameters():
-        sizes = split_sizes(config, name, parameter.shape[0])
-        parts = [take(p, (n, *parameter.shape[1:]), dtype) for p, n in zip(published_names(name), sizes, strict=True)]
-        filled[name] = torch.cat(parts).to(device)
+def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of the published layout."""
+    with torch.device("meta"):
+        model = Eagle3Draft(config)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.named_parameters():
+        sizes = split_sizes(config, name, value.shape[0])
+        shapes |= {p: (n, *value.shape[1:]) for p, n in zip(published_names(name), sizes, strict=True)}
     if config.pruned:
-        d2t = take("d2t", (config.draft_vocab_size,), torch.int64)
-        check_vocabulary_map(d2t, take("t2d", (config.vocab_size,), torch.bool), config, path)
-        filled["d2t"] = d2t.to(device)
-    else:
-        # Some full-vocabulary checkpoints carry trivial maps; a map that is not trivial contradicts the config.
-        if "d2t" in names and take("d2t", (config.vocab_size,), torch.int64).any():
-            raise UserError(f"{path}: tensor d2t maps ids, but config.json says the draft has the full vocabulary")
-        names.pop("t2d", None)
-    if names:
-        raise UserError(f"{path}: unknown tensor {sorted(names.values())[0]} ({len(names)} in all)")
-    model.load_state_dict(filled, strict=True, assign=True)
+        shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
+    return shapes
+
+
+def check_layout(config: DraftConfig, found: Mapping[str, tuple[tuple[int, ...], bool]], where: object) -> list[str]:
+    """UserError unless every tensor of the published layout is there, each of its shape and kind; returns the names
+    beyond it, sorted. `found`: shapes, and whether the numbers are floating-point ones, by published name.
+    """
+    shapes = expected_shapes(config)
+    for name, shape in shapes.items():
+        if name not in found:
+            raise UserError(f"{where}: tensor {name} is missing")
+        given, floating = found[name]
+        if given != shape:
+            raise UserError(f"{where}: tensor {name} has shape {list(given)}, expected {list(shape)}")
+        if floating != (name not in MAPS):
+            kind = "whole" if floating else "floating-point"
+            raise UserError(f"{where}: tensor {name} is of another kind: expected {kind} numbers")
+    return sorted(found.keys() - shapes.keys())
+
+
+def check_finite(name: str, tensor: Tensor, where: object) -> None:
+    """UserError where a floating-point tensor holds a NaN or an infinity."""
+    # The extremes are NaN where anything is. Unlike isfinite this copies nothing and reads as fast as memory does, but
+    # it has no version for numbers of one byte.
+    values = tensor.float() if tensor.element_size() == 1 else tensor
+    if not torch.stack(values.aminmax()).isfinite().all():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(f"{where}: tensor {name} holds NaN or infinite values (read as {kind})")
 
 
 def check_vocabulary_map(d2t: Tensor, t2d: Tensor, config: DraftConfig, where: object) -> None:

@@ -111,6 +111,18 @@ class DraftConfig:
         if not self.taps or len(set(self.taps)) != len(self.taps) or min(self.taps) < 0:
             raise UserError(f"draft config: aux layer ids must be distinct and not negative, not {list(self.taps)}")
 
+    def check_target(self, target: M3Config, where: object) -> None:
+        """UserError where the draft at `where` is not one for this target."""
+        for name, ours, theirs in (
+            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"draft {where}: its {name} is {ours}, but the target has {theirs}: they do not belong together"
+                )
+        target.check_taps(self.taps)
+
     @property
     def num_aux(self) -> int:
         return len(self.taps)

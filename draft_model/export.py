@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draft_model.checkpoint import expected_shapes
 from draft_model.config import DraftConfig, read_json
 from draft_model.engines import ENGINES, ID_OFFSET, LAYER_IDS, Engine, field_problems
-from draft_model.importing import ImportedDraft, expected_shapes, read_draft
+from draft_model.importing import ImportedDraft, read_draft
 from draft_model.weight_files import read_weights, write_weights
 from target_model.errors import UserError, atomic_directory
 

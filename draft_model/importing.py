@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draft_model.checkpoint import check_vocabulary_map, published_names, split_sizes
+from draft_model.checkpoint import MAPS, check_finite, check_layout, check_vocabulary_map
 from draft_model.config import ARCHITECTURE, DraftConfig, read_json
 from draft_model.engines import ID_OFFSET, LAYER_IDS, Convention
-from draft_model.model import Eagle3Draft
 from draft_model.weight_files import read_weights, stored_names
 from target_model.errors import UserError
 
@@ -98,34 +97,19 @@ def read_draft(
     return ImportedDraft(config, tensors, layout, tuple(notes))
 
 
-def expected_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of the published layout."""
-    with torch.device("meta"):
-        model = Eagle3Draft(config)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, value in model.named_parameters():
-        sizes = split_sizes(config, name, value.shape[0])
-        shapes |= {p: (n, *value.shape[1:]) for p, n in zip(published_names(name), sizes, strict=True)}
-    if config.pruned:
-        shapes |= {"d2t": (config.draft_vocab_size,), "t2d": (config.vocab_size,)}
-    return shapes
-
-
 def check_tensors(config: DraftConfig, tensors: dict[str, Tensor], where: object) -> None:
-    """Every expected tensor, no other, each of its shape and kind."""
-    shapes = expected_shapes(config)
-    for name, shape in shapes.items():
-        if name not in tensors:
-            hint = ": name the target with --target to take its embedding" if name == "embed_tokens.weight" else ""
-            raise UserError(f"{where}: tensor {name} is missing{hint}")
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{where}: tensor {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.is_floating_point() != (name not in ("d2t", "t2d")):
-            raise UserError(f"{where}: tensor {name} has dtype {tensor.dtype}")
-    for name in sorted(set(tensors) - set(shapes)):
+    """Every expected tensor, no other, each of its shape and kind, all numbers finite."""
+    if "embed_tokens.weight" not in tensors:
+        raise UserError(
+            f"{where}: tensor embed_tokens.weight is missing: name the target with --target to take its embedding"
+        )
+    found = {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in tensors.items()}
+    for name in check_layout(config, found, where):
         meaning = next((text for part, text in _FOREIGN.items() if part in name), None)
         raise UserError(f"{where}: tensor {name} is not supported" + (f": {meaning}" if meaning else ""))
+    for name, tensor in tensors.items():
+        if name not in MAPS:
+            check_finite(name, tensor, where)
 
 
 def _published(stored: dict[str, Tensor], directory: Path, notes: list[str]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from target_model.errors import UserError
 from target_model.resolve import ResolvedTarget
 
 PUBLISHED = {"MiniMax-M3": "Inferact/MiniMax-M3-EAGLE3"}
+_FIRST_FILES = ("state", "lock")  # what training makes in its folder before the record
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ def list_runs(root: str | Path = "runs", *, exported: bool = True) -> list[RunIn
     return sorted(runs, key=lambda run: -1.0 if run.best_al is None else run.best_al, reverse=True)
 
 
+def without_record(folder: str | Path) -> bool:
+    """Whether a folder is that of a training run which has not come as far as its first record."""
+    folder = Path(folder)
+    return not (folder / "run.json").exists() and any((folder / name).exists() for name in _FIRST_FILES)
+
+
 def _run_info(values: dict[str, Any], record: Path) -> RunInfo:
     try:
         best = values["best"]
@@ -73,21 +80,23 @@ def _run_info(values: dict[str, Any], record: Path) -> RunInfo:
         raise UserError(f"{record} is not the record of a training run: {error!r}") from None
 
 
-def resolve_draft(name: str, target: ResolvedTarget, runs: str | Path = "runs") -> ResolvedDraft:
-    """Resolves `eagle3`, a directory or a hub id for `target`."""
+def resolve_draft(
+    name: str, target: ResolvedTarget, runs: str | Path = "runs", *, weights: bool = True
+) -> ResolvedDraft:
+    """Resolves `eagle3`, a directory or a hub id for `target`. Without `weights` they are not fetched from the hub."""
     taps = default_taps(target.config.num_layers) if target.config.num_layers >= 7 else None
     if name == "eagle3":
-        path, why = _by_target(target, Path(runs))
+        path, why = _by_target(target, Path(runs), weights)
     elif Path(name).is_dir():
         path, why = Path(name), f"draft {name}: the directory that was named"
     elif "/" in name and not name.startswith((".", "/", "~")):
-        path, why = _from_hub(name), f"draft {name}: the hub repository that was named"
+        path, why = _from_hub(name, weights), f"draft {name}: the hub repository that was named"
     else:
         raise UserError(f"draft {name} is neither `eagle3`, nor a directory, nor a hub id")
     return ResolvedDraft(path, why, taps)
 
 
-def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
+def _by_target(target: ResolvedTarget, runs: Path, weights: bool) -> tuple[Path, str]:
     # A quantised copy takes the draft of the target that it was made from.
     names = [target.name] if target.origin is None else [target.name, target.origin]
     for name in names:
@@ -105,18 +114,22 @@ def _by_target(target: ResolvedTarget, runs: Path) -> tuple[Path, str]:
     published = next((name for name in names if name in PUBLISHED), None)
     if published is not None:
         hub = PUBLISHED[published]
-        return _from_hub(hub), f"draft eagle3: {hub}, the published one, as no run was trained for {target.name}"
+        why = f"draft eagle3: {hub}, the published one, as no run was trained for {target.name}"
+        return _from_hub(hub, weights), why
     raise UserError(
         f"no draft eagle3 for {target.name}: none is bundled or published, and {runs} holds no run trained for it "
         f"(`spec train --target {target.name}` makes one)"
     )
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     """The repository's files, from the local cache or the network; nothing but configuration and weights is fetched."""
-    patterns = ["*.json", "*.safetensors"]
+    patterns = ["*.json", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        cached = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        # The configuration may have been fetched alone.
+        if not weights or any(cached.glob("*.safetensors")):
+            return cached
     except HFValidationError:
         raise UserError(f"draft {name} is neither a directory nor a valid hub id") from None
     except LocalEntryNotFoundError:

@@ -18,7 +18,7 @@ logger = logging.getLogger("serve.http")
 Body = TypeVar("Body", bound=BaseModel)
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # else by class
-_UNION_BRANCH = re.compile(r"^((constrained-)?str|ToolChoice|.+\[.*\])$")  # as pydantic names it in a location
+_UNION_BRANCH = re.compile(r"^<.+>$")  # as the types tag it
 
 
 class ApiError(Exception):
@@ -50,9 +50,8 @@ def parse_body(model: type[Body], body: bytes) -> Body:
 
 
 def _from_validation(error: ValidationError) -> ApiError:
-    """The most specific fault: of a union, pydantic reports every branch, and the one that fits best fails deepest."""
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
-    fault = max(faults, key=lambda item: (len(item["loc"]), item["type"] == "value_error"))
+    """The first fault: an object's kind is its first field, and unions know which branch is meant."""
+    fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
     if fault["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {fault['msg'].removeprefix('Invalid JSON: ')}", "body")
     path = ""

@@ -1,14 +1,52 @@
 """What a chat request says about the form of its answer: tools, tool_choice and response_format, strictly typed."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
+# Branches of unions. In the place of a fault pydantic names the branch as if it were a field.
+STRING, LIST, OBJECT = "<string>", "<list>", "<object>"
+
+
+def branch_by(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """Chooses the branch of a union that a value is meant for: else pydantic reports what is wrong in every one."""
+    return Discriminator(kind, custom_error_type="branch", custom_error_message=f"Input should be {expected}")
+
+
+def json_type(value: Any) -> str | None:
+    return {str: STRING, list: LIST, dict: OBJECT}.get(type(value))
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def kind_of(model: type[BaseModel], field: str, value: Any) -> str | None:
+    """What `field` says of an object that is still to be validated; None unless it is one of what it may say."""
+    kind = value.get(field) if isinstance(value, dict) else None
+    return kind if kind in get_args(model.model_fields[field].annotation) else None
+
+
+class Typed(Strict):
+    """An object whose field `type` names the one that it has of the others, or none of them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holds_what_it_says(cls, value: Any) -> Any:
+        # Before the fields are looked at: what is wrong in one that should not be there does not matter.
+        kind = kind_of(cls, "type", value)
+        if kind is None:
+            return value
+        given = {name for name in cls.model_fields if value.get(name) is not None}
+        if kind in cls.model_fields and kind not in given:
+            raise ValueError(f"{kind}: is missing")
+        for name in sorted(given - {"type", kind}):
+            raise ValueError(f"{name}: not with type {kind}")
+        return value
 
 
 class FunctionDefinition(Strict):
@@ -41,21 +79,12 @@ class AllowedTools(Strict):
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class ToolChoice(Strict):
+class ToolChoice(Typed):
     """One function that has to be called, or a selection of the tools."""
 
     type: Literal["function", "allowed_tools"]
     function: FunctionName | None = None
     allowed_tools: AllowedTools | None = None
-
-    @model_validator(mode="after")
-    def _holds_what_it_says(self) -> "ToolChoice":
-        other = "allowed_tools" if self.type == "function" else "function"
-        if (self.function if self.type == "function" else self.allowed_tools) is None:
-            raise ValueError(f"{self.type}: is missing")
-        if (self.allowed_tools if self.type == "function" else self.function) is not None:
-            raise ValueError(f"{other}: not in a choice of type {self.type}")
-        return self
 
 
 class JsonSchema(Strict):
@@ -65,15 +94,9 @@ class JsonSchema(Strict):
     strict: bool | None = None  # the schema is kept either way
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Typed):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _holds_what_it_says(self) -> "ResponseFormat":
-        if (self.json_schema is None) == (self.type == "json_schema"):
-            raise ValueError("json_schema: goes with type json_schema, and only with it")
-        return self
 
     @property
     def schema(self) -> dict[str, Any] | None:
@@ -87,7 +110,13 @@ class AnswerForm(Strict):
     """The fields of a chat request about the form of its answer."""
 
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag(STRING)] | Annotated[ToolChoice, Tag(OBJECT)],
+            branch_by(json_type, "'auto', 'none', 'required' or an object"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
 

@@ -15,6 +15,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
+from serve.terminals import regex_fault
 from serve.tool_calls import NAMESPACE
 from serve.tool_grammar import Rules, tool_calls_rule
 from target_model.chat import THINK_CLOSE, THINK_OPEN
@@ -240,4 +241,4 @@ def _reason(message: str) -> str:
     """The library's error without its place in a text that the client has not written."""
     first = re.sub(r"^at [0-9]+\([0-9]+\): ", "", message.splitlines()[0])
     known = {"NoExtension": "no value can follow the schema", "ParserTooComplex": "the schema is too complex"}
-    return next((text for start, text in known.items() if first.startswith(start)), first)
+    return regex_fault(message) or next((text for start, text in known.items() if first.startswith(start)), first)

@@ -202,18 +202,5 @@ def _load_draft(
     if chosen is None:
         return dummy_draft(resolved.config, dtype=dtype, device=target.device)
     model = load_draft(chosen.path, dtype, target.device, chosen.default_taps)
-    check_pair(target, model, chosen.path)
+    model.config.check_target(resolved.config, chosen.path)
     return model
-
-
-def check_pair(target: TargetModel, draft: Eagle3Draft, path: Path) -> None:
-    """UserError where the draft at `path` is not one for this target."""
-    for name, ours, theirs in (
-        ("target_hidden_size", draft.config.target_hidden_size, target.config.hidden_size),
-        ("vocab_size", draft.config.vocab_size, target.config.vocab_size),
-    ):
-        if ours != theirs:
-            raise UserError(
-                f"draft {path}: its {name} is {ours}, but the target has {theirs}: they do not belong together"
-            )
-    target.check_taps(draft.config.taps)

@@ -5,9 +5,9 @@ Fields OpenAI does not know are marked "ours". A field that only works with one 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import Field, StringConstraints, Tag, field_validator, model_validator
 
-from serve.format_types import AnswerForm, Strict, Tool
+from serve.format_types import LIST, STRING, AnswerForm, Strict, Tool, Typed, branch_by, json_type, kind_of
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -40,7 +40,13 @@ class SamplingFields(Strict):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: (
+        Annotated[
+            Annotated[StopString, Tag(STRING)] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag(LIST)],
+            branch_by(json_type, "a string or a list of strings"),
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -81,8 +87,22 @@ class SamplingFields(Strict):
         return self.n or 1
 
 
+def _prompt_kind(value: Any) -> str | None:
+    """The branch below that a prompt is meant for; of a list, the first entry says it."""
+    if not isinstance(value, list):
+        return STRING if isinstance(value, str) else None
+    first = value[0] if value else None
+    return {str: "<strings>", list: "<token lists>"}.get(type(first), "<tokens>")
+
+
 class CompletionRequest(SamplingFields):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[
+        Annotated[str, Tag(STRING)]
+        | Annotated[list[str], Tag("<strings>")]
+        | Annotated[list[TokenId], Tag("<tokens>")]
+        | Annotated[list[list[TokenId]], Tag("<token lists>")],
+        branch_by(_prompt_kind, "a string, a list of strings, token ids or a list of lists of them"),
+    ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -114,21 +134,11 @@ class VideoUrl(Strict):
     url: str
 
 
-class ContentPart(Strict):
+class ContentPart(Typed):
     type: Literal["text", "image_url", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
     video_url: VideoUrl | None = None
-
-    @model_validator(mode="after")
-    def _holds_what_it_says(self) -> "ContentPart":
-        given = {"text": self.text, "image_url": self.image_url, "video_url": self.video_url}
-        if given.pop(self.type) is None:
-            raise ValueError(f"{self.type}: is missing")
-        other = next((name for name, value in given.items() if value is not None), None)
-        if other is not None:
-            raise ValueError(f"{other}: not in a part of type {self.type}")
-        return self
 
 
 class FunctionCall(Strict):
@@ -137,8 +147,8 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    id: str | None = None
     type: Literal["function"] = "function"
+    id: str | None = None
     function: FunctionCall
     index: int | None = None  # as a client that joins streamed parts sends it back
 
@@ -147,7 +157,13 @@ class Message(Strict):
     """One message of any role. Fields of OpenAI's answers that are always empty here may be sent back as they came."""
 
     role: Literal["root", "system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag(STRING)] | Annotated[list[ContentPart], Tag(LIST)],
+            branch_by(json_type, "a string or a list of parts"),
+        ]
+        | None
+    ) = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -158,17 +174,23 @@ class Message(Strict):
     audio: None = None
     function_call: None = None
 
-    @model_validator(mode="after")
-    def _fits_role(self) -> "Message":
-        if self.role != "assistant":
-            for name in ("tool_calls", "reasoning_content", "reasoning"):
-                if getattr(self, name):
-                    raise ValueError(f"{name}: only with role assistant")
-        if self.role != "tool" and self.tool_call_id is not None:
+    @model_validator(mode="before")
+    @classmethod
+    def _fits_role(cls, value: Any) -> Any:
+        # Before the fields are looked at: what is wrong in one that should not be there does not matter.
+        role = kind_of(cls, "role", value)
+        if role is None:
+            return value
+        for name in ("tool_calls", "reasoning_content", "reasoning"):
+            if role != "assistant" and value.get(name):
+                raise ValueError(f"{name}: only with role assistant")
+        if role != "tool" and value.get("tool_call_id") is not None:
             raise ValueError("tool_call_id: only with role tool")
-        if self.role not in ("user", "tool") and any(part.type != "text" for part in self.parts):
+        content = value.get("content")
+        kinds = [kind_of(ContentPart, "type", part) for part in content] if isinstance(content, list) else []
+        if role not in ("user", "tool") and not set(kinds) <= {"text", None}:
             raise ValueError("content: pictures and videos only with the roles user and tool")
-        return self
+        return value
 
     @property
     def parts(self) -> list[ContentPart]:

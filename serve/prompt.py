@@ -125,17 +125,20 @@ def check_context(prompt: list[int], service: Service, param: str) -> None:
 def in_call_order(messages: list[Message]) -> list[Message]:
     """Tool results in the order of the calls they answer: the model sees no ids, only the order."""
     result: list[Message] = []
-    order: dict[str, int] = {}
+    order: dict[str, int] = {}  # of the last assistant message's calls
     start = 0  # of the current run of tool results
     for index, message in enumerate(messages):
-        if message.role != "tool":
+        if message.role == "assistant":
             order = {call.id: place for place, call in enumerate(message.tool_calls or []) if call.id is not None}
+        given = message.tool_call_id
+        if given is not None and given not in order:
+            raise refusal(
+                f"no call {given!r} in the last assistant message before it", f"messages[{index}].tool_call_id"
+            )
+        if message.role != "tool":
             start = index + 1
-        elif order and message.tool_call_id is not None:
-            if message.tool_call_id not in order:
-                raise refusal("no call before it has this id", f"messages[{index}].tool_call_id")
         result.append(message)
-        if message.role == "tool" and order and all(m.tool_call_id is not None for m in result[start:]):
+        if all(m.tool_call_id is not None for m in result[start:]):
             result[start:] = sorted(result[start:], key=lambda m: order[m.tool_call_id])
     return result
 

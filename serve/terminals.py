@@ -1,10 +1,11 @@
 """Bare texts and numbers by their JSON schema, as terminals of llguidance's Lark."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import regex_to_lark
+from llguidance import LLMatcher, regex_to_lark
 
 from target_model.errors import UserError
 
@@ -27,6 +28,8 @@ _FORMATS = {
     "email": rf"{_WORD}(\.{_WORD}){{0,2}}@[a-zA-Z0-9]{{1,63}}(\.[a-zA-Z]{{2,24}}){{1,3}}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
 }
+# In the library's errors: the regex, a line that points into it, and what is wrong with it.
+_BAD_REGEX = re.compile(r"regex parse error:\n +(.*)\n.*\nerror: (.*)")
 
 
 def string_terminal(schema: Mapping[str, Any], *, strict: bool) -> str:
@@ -53,13 +56,23 @@ def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
     return value
 
 
+def regex_fault(message: str) -> str | None:
+    """The library's error as a sentence, None if it is not about a regex."""
+    found = _BAD_REGEX.search(message)
+    return found and f"pattern {json.dumps(found[1])} cannot be compiled: {found[2]}"
+
+
 def _pattern(text: str, strict: bool) -> list[str]:
     """A pattern holds anywhere in the text, unless its ends are fixed."""
     start, end = text.startswith("^"), text.endswith("$") and not text.endswith("\\$")
     inner = text[start : len(text) - end]
+    # By itself: what is put around it below would show in the error, and could close what it leaves open.
+    problem = regex_fault(LLMatcher.validate_grammar(LLMatcher.grammar_from_regex(text)))
     if (start or end) and "|" in inner:
         # The ends belong to the outer alternatives only.
-        if strict:
-            raise UserError(f"pattern {json.dumps(text)}: ^ or $ together with | is not supported")
+        problem = problem or f"pattern {json.dumps(text)}: ^ or $ together with | is not supported"
+    if problem and strict:
+        raise UserError(problem)
+    if problem:
         return []
     return [f"/{'' if start else '(?s:.*)'}({regex_to_lark(inner, 'dw')}){'' if end else '(?s:.*)'}/"]

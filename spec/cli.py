@@ -3,7 +3,6 @@
 Only light modules are imported here; each command imports what it needs when it runs, so `spec --help` answers at once.
 """
 
-import errno
 import sys
 from typing import Annotated
 
@@ -24,7 +23,7 @@ from spec.commands.runs import runs
 from spec.commands.serve import serve
 from spec.commands.train import train
 from spec.commands.tune import tune
-from target_model.errors import UserError
+from target_model.errors import UserError, full_disk
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -71,13 +70,9 @@ def explain(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, typer.TyperException):
         return " ".join(error.format_message().split())
-    cause: BaseException | None = error
-    while cause is not None:
-        # Libraries that write files wrap the system's error in their own, or only quote it.
-        if (isinstance(cause, OSError) and cause.errno == errno.ENOSPC) or "No space left on device" in str(cause):
-            name = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
-            return f"the disk is full{name}"
-        cause = cause.__cause__ or cause.__context__
+    if (cause := full_disk(error)) is not None:
+        name = f" ({cause.filename})" if isinstance(cause, OSError) and cause.filename else ""
+        return f"the disk is full{name}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return None

@@ -10,7 +10,7 @@ from draft_model.model import Eagle3Draft
 from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import resolve_draft
 from serve.engine import Engine
-from serve.load import EngineOptions, check_pair, load_engine
+from serve.load import EngineOptions, load_engine
 from serve.tree import TreeConfig, step_slots
 from target_model.batch import MAX_SCRATCH
 from target_model.chat import THINK_CLOSE
@@ -108,7 +108,7 @@ def pairs_of(
     for name in drafts[1:]:
         chosen = resolve_draft(name, resolve_target(target))
         draft = load_draft(chosen.path, first.draft.dtype, first.target.device, chosen.default_taps)
-        check_pair(first.target, draft, chosen.path)
+        draft.config.check_target(first.target.whole, chosen.path)
         if form is not None:
             quantise_draft(draft, form)
         about = first.description.splitlines()[0]

@@ -7,6 +7,7 @@ are read; where both are present they must agree.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,12 @@ class M3Config:
             return cls(**fields, vision=None if vision is None else VisionConfig(**vision))
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+    def check_taps(self, taps: Sequence[int]) -> None:
+        """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
+        layers = self.num_layers
+        if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
+            raise UserError(f"taps {tuple(taps)} must be distinct, ascending layers between 0 and {layers - 1}")
 
     @property
     def reuses_blocks(self) -> tuple[bool, ...]:

@@ -1,6 +1,7 @@
 """Errors meant for people, and writing that never leaves half a file behind."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -28,6 +29,28 @@ def check_output(path: Path) -> None:
         raise UserError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def full_disk(error: BaseException | None) -> BaseException | None:
+    """The error among an error's causes that says that the disk is full, None if none does. Libraries which write files
+    wrap the system's error in their own, or only quote it.
+    """
+    while error is not None:
+        if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left on device" in str(error):
+            break
+        error = error.__cause__ or error.__context__
+    return error
+
+
+@contextlib.contextmanager
+def _full_disk_named(path: Path) -> Iterator[None]:
+    """Neither libraries nor writing to an open file tell which file has no room."""
+    try:
+        yield
+    except Exception as error:
+        if full_disk(error) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     """Opens a temporary file beside `path` and renames it to `path` at the end; on any error `path` stays as it was."""
@@ -35,7 +58,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "wb") -> Iterator[IO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, mode) as file:
+        with _full_disk_named(path), os.fdopen(handle, mode) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -60,7 +83,8 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
-        yield work
+        with _full_disk_named(path):
+            yield work
         os.chmod(work, 0o755)
         for file in work.rglob("*"):
             # Some writers create their files for the owner alone.

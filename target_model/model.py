@@ -14,7 +14,6 @@ from target_model.attention import Attention
 from target_model.batch import Batch
 from target_model.cache import DraftKVShape, LayerCache, PagedCache, TransientCache
 from target_model.config import M3Config
-from target_model.errors import UserError
 from target_model.kernels import ops
 from target_model.layers import DenseMLP, GemmaRMSNorm, Rotary, empty, rms_norm
 from target_model.moe import MixtureOfExperts
@@ -140,12 +139,6 @@ class TargetModel(nn.Module):
     def device(self) -> torch.device:
         return self.rotary.inverse_frequency.device
 
-    def check_taps(self, taps: Sequence[int]) -> None:
-        """Raises UserError unless the taps name layers of this target, each once, in ascending order."""
-        layers = self.whole.num_layers
-        if list(taps) != sorted(set(taps)) or any(not 0 <= tap < layers for tap in taps):
-            raise UserError(f"taps {tuple(taps)} must be distinct, ascending layers between 0 and {layers - 1}")
-
     @torch.no_grad()
     def forward(
         self,
@@ -250,7 +243,7 @@ class TargetModel(nn.Module):
 
         Attention is causal, so padding on the right changes no row before it.
         """
-        self.check_taps(taps)
+        self.whole.check_taps(taps)
         sequences, length = token_ids_RS.shape
         batch = Batch.whole(self.config.block_size, token_ids_RS.to(self.device))
         cache = TransientCache(self.config, batch.block_table.numel(), dtype=self.dtype, device=self.device)

@@ -52,12 +52,18 @@ def resolve_target(name: str) -> ResolvedTarget:
     raise UserError(f"unknown target {name!r}: name a directory, or one of {', '.join(known_targets())}")
 
 
-def target_config(name: str) -> M3Config:
-    """The config alone, which needs no weights: as `resolve_target`, but MiniMax-M3 comes from the package."""
+def resolve_config(name: str) -> ResolvedTarget:
+    """As `resolve_target` where the weights do not matter: MiniMax-M3 comes from the package, which has none."""
     short = name.removeprefix("MiniMaxAI/")
     if short in PUBLISHED_CONFIGS:
-        return M3Config.from_json(PUBLISHED_CONFIGS[short])
-    return resolve_target(name).config
+        path = PUBLISHED_CONFIGS[short]
+        return ResolvedTarget(short, path.parent, M3Config.from_json(path))
+    return resolve_target(name)
+
+
+def target_config(name: str) -> M3Config:
+    """The config alone, which needs no weights."""
+    return resolve_config(name).config
 
 
 def known_targets() -> list[str]:

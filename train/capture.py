@@ -13,17 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from draft_model.config import DraftConfig, read_json
-from draft_model.resolve import resolve_draft
+from draft_model.config import read_json
 from target_model.checkpoint import load_target
 from target_model.errors import UserError, atomic_write, write_json
-from target_model.resolve import ResolvedTarget, resolve_target
+from target_model.resolve import resolve_target
 from target_model.tokenizer import load_tokenizer
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.engine import resolve_device
 from train.features import Features, OnlineCapture
-from train.initialise import draft_config
+from train.initialise import run_draft_config
 from train.store import DTYPES, LAYOUT, MANIFEST, check_same, identity, manifest_hash, quantise, shard_name
 
 _SHARD_BYTES = 1 << 28
@@ -39,14 +38,6 @@ class CaptureResult:
     rows: int
     refused: int
     size: int
-
-
-def run_draft_config(config: TrainConfig, target: ResolvedTarget) -> DraftConfig:
-    """The draft that `config` would train."""
-    if config.draft.init_from is None:
-        return draft_config(config.draft, target.config)
-    chosen = resolve_draft(config.draft.init_from, target)
-    return DraftConfig.from_json(chosen.path / "config.json", chosen.default_taps)
 
 
 def bytes_per_token(hidden_size: int, taps: int, dtype: str) -> int:

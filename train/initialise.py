@@ -1,17 +1,21 @@
 """The draft before its first step: sizes from settings and target, weights copied from the target where it has them."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from draft_model.checkpoint import WEIGHTS, check_draft
 from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
+from draft_model.resolve import resolve_draft
 from target_model.config import M3Config
 from target_model.errors import UserError
 from target_model.model import TargetModel
-from train.config import DraftSettings
+from target_model.resolve import ResolvedTarget
+from train.config import DraftSettings, TrainConfig
 from train.data import TrainingRows
 
 
@@ -23,6 +27,30 @@ def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
     if settings.taps is not None:
         given["taps"] = tuple(settings.taps)
     return DraftConfig.for_target(target, **{name: value for name, value in given.items() if value is not None})
+
+
+def run_draft_config(config: TrainConfig, target: ResolvedTarget, *, weights: bool = True) -> DraftConfig:
+    """The draft that `config` trains for `target`. UserError where it cannot: the draft to continue from is looked at,
+    up to its weights. Without `weights` they may still be on the hub.
+    """
+    start = config.draft.init_from
+    if start is None:
+        sizes, where = draft_config(config.draft, target.config), config.run_directory
+    else:
+        chosen = resolve_draft(start, target, weights=weights)
+        where = chosen.path
+        if weights or Path(start).is_dir() or (where / WEIGHTS).is_file():
+            sizes = check_draft(where, chosen.default_taps)
+        else:
+            sizes = DraftConfig.from_json(where / "config.json", chosen.default_taps)
+    sizes.check_target(target.config, where)
+    width = target.config.hidden_size
+    if config.draft.initialisation == "regression" and sizes.hidden_size != width:
+        raise UserError(
+            f"draft.initialisation=regression fits states of the target, {width} wide, but those of draft {where} are "
+            f"{sizes.hidden_size} wide: set draft.initialisation=random"
+        )
+    return sizes
 
 
 def choose_vocabulary(rows: TrainingRows, size: int, vocab_size: int) -> tuple[Tensor, float]:
@@ -42,7 +70,7 @@ def coverage(rows: TrainingRows, vocab_size: int) -> list[tuple[int, float]]:
 def new_draft(settings: DraftSettings, target: TargetModel, rows: TrainingRows, seed: int) -> Eagle3Draft:
     """A fresh fp32 draft on the target's device; the same seed gives the same weights on every device."""
     config = draft_config(settings, target.config)
-    target.check_taps(config.taps)
+    target.whole.check_taps(config.taps)
     generator = torch.Generator().manual_seed(seed)
     draft = Eagle3Draft(config)
     for module in draft.modules():

@@ -9,11 +9,11 @@ from target_model.checkpoint import load_target
 from target_model.model import TargetModel
 from target_model.resolve import ResolvedTarget
 from target_model.tokenizer import load_tokenizer
-from train.capture import run_draft_config
 from train.config import TrainConfig
 from train.data import TrainingRows, load_rows
 from train.ends import load_ends
 from train.features import OnlineCapture
+from train.initialise import run_draft_config
 from train.pipelined import PipelinedCapture, load_stage
 from train.progress import ProgressDisplay
 from train.store import FeatureStore, identity
@@ -43,7 +43,8 @@ def open_origin(
 ) -> Origin:
     """Reads the data and loads what this process needs of the target. All processes call it together."""
     settings, steps = config.features, config.ttt.steps
-    tokenizer, taps = load_tokenizer(resolved.path), run_draft_config(config, resolved).taps
+    tokenizer, sizes = load_tokenizer(resolved.path), run_draft_config(config, resolved)
+    taps = sizes.taps
     display.stage("reading data")
     if settings.store is not None:
         store = FeatureStore(settings.store)
@@ -55,7 +56,6 @@ def open_origin(
     display.stage("loading target")
     if settings.stages > 1:
         stage = load_stage(resolved, settings.stages, rank, world, dtype=dtype, device=device)
-        stage.check_taps(taps)
         capture = PipelinedCapture(
             stage,
             rows,
@@ -68,7 +68,7 @@ def open_origin(
         )
         return Origin(rows, capture, load_ends(resolved, dtype=dtype, device=device), None)
     target = load_target(config.target, dtype=dtype, device=device)
-    chosen = ChosenBlocks.parse(config.ttt.draft_attention, target.config, run_draft_config(config, resolved))
+    chosen = ChosenBlocks.parse(config.ttt.draft_attention, target.config, sizes)
     capture = OnlineCapture(
         target, rows, taps, steps, capture_rows=settings.capture_rows, cache=settings.cache, chosen=chosen
     )

@@ -5,10 +5,10 @@ import yaml
 
 from draft_model.config import DraftConfig
 from draft_model.model import Eagle3Draft
-from target_model.config import M3Config
+from target_model.resolve import ResolvedTarget
 from target_model.sizes import weight_bytes
 from train.config import TrainConfig
-from train.initialise import draft_config, set_trainable
+from train.initialise import run_draft_config, set_trainable
 
 GIB = 1 << 30
 
@@ -25,9 +25,9 @@ def feature_bytes_per_token(config: DraftConfig, element: int) -> int:
     return (config.num_aux + 1) * config.target_hidden_size * element
 
 
-def plan(config: TrainConfig, target: M3Config, world: int = 1) -> str:
+def plan(config: TrainConfig, target: ResolvedTarget, world: int = 1) -> str:
     """The resolved configuration and its needs, for a target known by its config alone."""
-    sizes = draft_config(config.draft, target)
+    sizes = run_draft_config(config, target, weights=False)
     with torch.device("meta"):
         draft = Eagle3Draft(sizes)
     set_trainable(draft, config.draft)
@@ -40,7 +40,7 @@ def plan(config: TrainConfig, target: M3Config, world: int = 1) -> str:
     lines = [
         yaml.safe_dump(config.model_dump(), sort_keys=False).rstrip(),
         "",
-        f"target            {config.target}: {_gib(weight_bytes(target, element))} of weights"
+        f"target            {config.target}: {_gib(weight_bytes(target.config, element))} of weights"
         + (f", spread over teams of {config.features.stages} processes" if config.features.stages > 1 else ""),
         f"draft             {total:,} parameters, {trained:,} trained; taps entering layers {list(sizes.taps)}",
         f"global batch      {config.engine.micro_batch} x {config.engine.accumulate} x {world} processes = "

@@ -50,6 +50,7 @@ def _export(draft: str, to: str, output: Path, target: str | None) -> None:
     from draft_model.export import export_draft, find_engine
     from draft_model.importing import read_draft
     from draft_model.model_card import model_card
+    from draft_model.resolve import without_record
     from target_model.errors import UserError
 
     engine = find_engine(to)
@@ -57,6 +58,8 @@ def _export(draft: str, to: str, output: Path, target: str | None) -> None:
         raise UserError(f"{output} exists: name a new directory")
     folder = Path(draft) if Path(draft).is_dir() else Path("runs") / draft
     record = read_json(folder / "run.json") if (folder / "run.json").is_file() else None
+    if without_record(folder) or (record is not None and not (folder / "draft").is_dir()):
+        raise UserError(f"run {folder} has written no draft yet")
     if record is not None:
         source, name, known = folder / "draft", record["name"], record["target"]
     elif draft == "eagle3":

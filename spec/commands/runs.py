@@ -17,11 +17,12 @@ def runs(
     from rich.console import Console
     from rich.table import Table
 
-    from draft_model.resolve import list_runs
+    from draft_model.resolve import list_runs, without_record
     from target_model.errors import UserError
 
     found = list_runs(root, exported=False)
-    if not found:
+    unrecorded = sorted(folder for folder in root.glob("*/") if without_record(folder))
+    if not found and not unrecorded:
         raise UserError(f"no training run under {root}")
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("run", "target", "AL", "tau_sim", "step", "state", "draft"):
@@ -33,6 +34,8 @@ def runs(
         draft = run.path / "draft"
         place = str(draft) if draft.is_dir() else "none yet"
         table.add_row(run.name, run.target, measured, _predicted(run.path / "log.jsonl"), str(run.step), state, place)
+    for folder in unrecorded:
+        table.add_row(folder.name, "-", "not judged", "-", "-", "no record yet", "none yet")
     Console().print(table)
 
 

@@ -40,10 +40,10 @@ def train(
         named = [] if target is None else [f"target={json.dumps(target)}"]
         settings = interruption.config = load_config(config or _recipe(target), [*named, *(overrides or [])])
         if plan:
-            from target_model.resolve import target_config
+            from target_model.resolve import resolve_config
             from train.plan import plan as describe
 
-            print(describe(settings, target_config(settings.target), int(os.environ.get("WORLD_SIZE", "1"))))
+            print(describe(settings, resolve_config(settings.target), int(os.environ.get("WORLD_SIZE", "1"))))
             return
         from spec.judge import served_acceptance
         from train.loop import train as run

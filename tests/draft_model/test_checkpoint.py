@@ -1,12 +1,15 @@
 """Strict checkpoints: what is written is read back, and every damage stops the loader with the tensor's name."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_model.checkpoint import load_draft, save_draft
+from draft_model.checkpoint import check_draft, load_draft, save_draft
+from draft_model.importing import read_draft
 from target_model.errors import UserError
 from tests.draft_model.drafts import random_draft
 
@@ -76,6 +79,10 @@ def _add(tensors):
     tensors["layers.1.input_layernorm.weight"] = torch.ones(64)
 
 
+def _whole(tensors):
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.int64)
+
+
 def _reshape(tensors):
     tensors["layers.0.self_attn.k_proj.weight"] = torch.zeros(32, 128)
 
@@ -93,6 +100,7 @@ def _twice(tensors):
         (_rename, "layers.0.mlp.gate_proj.weight is missing"),
         (_add, "unknown tensor layers.1.input_layernorm.weight"),
         (_reshape, r"layers.0.self_attn.k_proj.weight has shape \[32, 128\], expected \[64, 128\]"),
+        (_whole, "fc.weight is of another kind: expected floating-point numbers"),
         (_twice, "twice"),
     ],
 )
@@ -102,8 +110,32 @@ def test_damage_is_named(tmp_path, damage, named):
     tensors = load_file(path)
     damage(tensors)
     save_file(tensors, path)
-    with pytest.raises(UserError, match=named):
+    for load in (load_draft, check_draft):
+        with pytest.raises(UserError, match=named):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["fc.weight", "layers.0.self_attn.k_proj.weight", "norm.weight"])
+def test_a_weight_that_is_not_finite_is_named(tmp_path, name, value):
+    save_draft(random_draft(), tmp_path, dtype=torch.bfloat16)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=rf"tensor {re.escape(name)} holds NaN or infinite values \(read as float32\)"):
         load_draft(tmp_path)
+    with pytest.raises(UserError, match=rf"tensor {re.escape(name)} holds NaN or infinite values"):
+        read_draft(tmp_path, layer_ids="entering")
+
+
+def test_a_weight_that_the_type_cannot_hold_is_named(tmp_path):
+    draft = random_draft()
+    draft.fc.weight.data[0, 0] = 1e30
+    save_draft(draft, tmp_path)
+    assert load_draft(tmp_path, torch.bfloat16).fc.weight.isfinite().all()
+    with pytest.raises(UserError, match=r"tensor fc\.weight holds NaN or infinite values \(read as float16\)"):
+        load_draft(tmp_path, torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +153,9 @@ def test_a_wrong_vocabulary_map_is_refused(tmp_path, damage, named):
     tensors = load_file(path)
     damage(tensors)
     save_file(tensors, path)
-    with pytest.raises(UserError, match=named):
-        load_draft(tmp_path)
+    for load in (load_draft, check_draft):
+        with pytest.raises(UserError, match=named):
+            load(tmp_path)
 
 
 def test_truncated_missing_or_foreign_files(tmp_path):

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from draft_model import export as export_module
-from draft_model.checkpoint import load_draft, save_draft
+from draft_model.checkpoint import expected_shapes, load_draft, save_draft
 from draft_model.config import DraftConfig
 from draft_model.engines import ENGINES, flatten
 from draft_model.export import Verifier, check_directory, export_draft
-from draft_model.importing import expected_shapes, read_draft
+from draft_model.importing import read_draft
 from draft_model.model import Eagle3Draft
 from draft_model.weight_files import write_weights
 from target_model.errors import UserError
@@ -211,6 +211,31 @@ def test_a_run_by_its_name(tmp_path, monkeypatch, capsys):
     run.rename(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, capsys, "export", "mine", "--to", "hf", "--output", "out")[0] == 0
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_that_has_no_draft_yet(tmp_path, monkeypatch, capsys, recorded):
+    run = run_folder(tmp_path)
+    shutil.rmtree(run / "draft")
+    if not recorded:
+        (run / "run.json").rename(run / "state")
+    code, _, error = call(monkeypatch, capsys, "export", str(run), "--to", "hf", "--output", str(tmp_path / "out"))
+    assert (code, error) == (2, f"spec: run {run} has written no draft yet\n")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device (os error 28)")],
+)
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys, fault):
+    def full(*_, **__):
+        raise fault
+
+    monkeypatch.setattr("draft_model.weight_files.save_file", full)
+    output = tmp_path / "out"
+    arguments = ("export", "eagle3", "--target", "m3-tiny", "--to", "hf", "--output", str(output))
+    code, _, error = call(monkeypatch, capsys, *arguments)
+    assert (code, error) == (2, f"spec: the disk is full ({output})\n") and not any(tmp_path.iterdir())
 
 
 def test_the_bundled_draft_keeps_its_acceptance_and_recipe(tmp_path, monkeypatch, capsys):

@@ -79,7 +79,7 @@ def test_r3_few_layers_are_refused():
     with pytest.raises(UserError, match="7 layers"):
         default_taps(3)
     with pytest.raises(UserError):
-        random_target().check_taps((0, 3, 6))
+        random_target().config.check_taps((0, 3, 6))
 
 
 @pytest.fixture(scope="module")

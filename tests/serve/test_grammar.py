@@ -232,7 +232,7 @@ def test_strict_arguments_read_back_as_the_schema_says(name):
     [
         ({"type": "string", "format": "nope"}, "format"),
         ({"type": "string", "pattern": "^a|b$"}, "pattern"),
-        ({"type": "string", "pattern": "(?=a)"}, "regex"),
+        ({"type": "string", "pattern": "a)(b"}, r'pattern "a\)\(b" cannot be compiled: unopened group$'),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "oneOf"),
         ({"type": "text"}, "type"),
@@ -247,6 +247,22 @@ def test_strict_arguments_read_back_as_the_schema_says(name):
 def test_a_strict_schema_that_cannot_be_kept_is_refused(schema, words):
     with pytest.raises(UserError, match=words):
         COMPILER.compile(None, [field(schema)], "disabled")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shown", "fault"),
+    [
+        ("(", "(", "unclosed group"),
+        (r"^\p{L}(?=a)", r"^\\p{L}(?=a)", "look-around, including look-ahead and look-behind, is not supported"),
+    ],
+)
+def test_what_is_wrong_with_a_pattern_is_a_whole_sentence(pattern, shown, fault):
+    """Of the client's own pattern, wherever it stands."""
+    schema = {"type": "string", "pattern": pattern}
+    for form, tools in (({"type": "array", "items": schema}, []), (None, [field(schema)])):
+        with pytest.raises(UserError) as caught:
+            COMPILER.compile(form, tools, "disabled")
+        assert str(caught.value) == f'pattern "{shown}" cannot be compiled: {fault}'
 
 
 def test_what_is_not_strict_is_loosened_instead():

@@ -75,13 +75,14 @@ COMPLETIONS = BOTH | {
     "prompt": [works("x"), works([5, 6]), works(["x", "y"]), works([[5], [6, 7]])],
     "suffix": [refused("x")],
 }
+CALL = {"role": "assistant", "tool_calls": [{"id": "a", **TOOLS[0], "function": {"name": "f", "arguments": "{}"}}]}
 # Each kind of message and of content part, by the class that describes it.
 MESSAGE_CASES = {
     "ChatCompletionDeveloperMessageParam": works({"role": "developer", "content": "x"}),
     "ChatCompletionSystemMessageParam": works({"role": "system", "content": [{"type": "text", "text": "x"}]}),
     "ChatCompletionUserMessageParam": works({"role": "user", "content": "x"}),
     "ChatCompletionAssistantMessageParam": works({"role": "assistant", "content": "x", "refusal": None}),
-    "ChatCompletionToolMessageParam": works({"role": "tool", "content": "x", "tool_call_id": "a"}),
+    "ChatCompletionToolMessageParam": works({"role": "tool", "content": "x", "tool_call_id": "a"}, before=[CALL]),
     "ChatCompletionFunctionMessageParam": refused(
         {"role": "function", "content": "x", "name": "f"}, "messages[0].role"
     ),
@@ -157,7 +158,8 @@ def test_completions(client, name):
 def test_messages(client, name):
     case = MESSAGE_CASES.get(name) or PART_CASES[name]
     message = case["value"] if name in MESSAGE_CASES else {"role": "user", "content": [case["value"]]}
-    check(client, client[0].chat.completions.create, {"model": "fake", "messages": [message]}, case, name)
+    messages = [*case["rest"].get("before", []), message]
+    check(client, client[0].chat.completions.create, {"model": "fake", "messages": messages}, case, name)
 
 
 def test_fields_of_ours(client):

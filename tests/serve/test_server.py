@@ -103,6 +103,35 @@ def test_tool_results_follow_the_order_of_their_calls():
     assert [part.split("<")[0] for part in text.split("<response>result ")[1:]] == ["a", "b", "c", "a"]
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        USER,
+        [],
+        [{"role": "assistant", "content": "Hi"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
+        [{"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "f", "arguments": "{}"}}]}],
+        [
+            {"role": "assistant", "tool_calls": [{"id": "lost", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "assistant", "content": "Hi"},
+        ],
+    ],
+)
+def test_a_tool_result_without_its_call_is_refused(before):
+    messages = [*before, {"role": "tool", "tool_call_id": "lost", "content": "x"}]
+    response = ask(service(saying("x")), "/v1/chat/completions", messages=messages)
+    error, place = response.json()["error"], f"messages[{len(before)}].tool_call_id"
+    assert response.status_code == 400 and error["param"] == place
+    assert error["message"] == f"{place}: no call 'lost' in the last assistant message before it"
+
+
+def test_a_tool_result_may_come_after_another_message():
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    messages = [{"role": "assistant", "tool_calls": [call]}, *USER, result]
+    assert ask(service(saying("x")), "/v1/chat/completions", messages=messages).status_code == 200
+
+
 def test_special_tokens_in_a_completion_show_on_request():
     for skip, text in ((True, "ab"), (False, "a<mm:think>b")):
         made = service(saying("a<mm:think>b"))

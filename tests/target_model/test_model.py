@@ -48,9 +48,9 @@ def test_recording_changes_nothing_while_every_block_is_chosen():
 @pytest.mark.parametrize("taps", [(1, 1, 3), (3, 1), (0, 6), (-1, 2)])
 def test_taps_must_name_layers(taps: tuple[int, ...]):
     model = random_target()
-    model.check_taps((0, 3, 5))
+    model.config.check_taps((0, 3, 5))
     with pytest.raises(UserError, match="taps"):
-        model.check_taps(taps)
+        model.config.check_taps(taps)
     with pytest.raises(UserError, match="taps"):
         model.capture(torch.zeros(1, 4, dtype=torch.int64), taps)
 
