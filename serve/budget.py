@@ -19,11 +19,11 @@ PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
 # Drafting has to promise so much more than plain decoding: the best of many estimates is too rosy.
 MARGIN = 1.03
 # Without drafts the draft's rows wait, and whoever drafts again has to compute them first: over so many steps that is
-# spread.
+# spread. A look at drafting pays it alone.
 HORIZON = 8
-# Steps after which the outlook of a request is worked out anew; in which its record fades by half, and that over all
-# requests; and how many steps of its own weigh as much as the rate over all requests.
-REFRESH, HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 4, 24, 256, 4.0
+# Steps after which the choice and the outlook of a request are worked out anew; in which its record fades by half, and
+# that over all requests; and how many steps of its own weigh as much as the rate over all requests.
+REFRESH, HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 8, 24, 256, 4.0
 
 
 @dataclass(frozen=True)
@@ -39,37 +39,43 @@ class Cost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Measured steps: every shape at every pair of batch and context, OFF among the shapes. row: seconds of the draft's
-    row of one decided token; a step of a drafting shape has one of them for each sequence.
+    """Measured steps: every shape at every pair of batch and context, OFF among the shapes.
+
+    row: seconds that a row of the draft adds to a step: that of one decided token. A drafting shape has one for each
+    sequence in its own costs. wake: seconds of computing rows that have waited, whatever their number.
     """
 
     costs: tuple[Cost, ...]
     row: float = 0.0
+    wake: float = 0.0
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[TreeConfig, ...]:
         return tuple(dict.fromkeys(cost.shape for cost in self.costs))
 
     def seconds(self, shape: TreeConfig, batch: int, context: int) -> float:
         """Of one step: linear between the measured batches and contexts, and beyond them."""
-        return _linear({size: _linear(row, context) for size, row in self._points[shape].items()}, batch)
+        return _linear([(size, _linear(row, context)) for size, row in self._points[shape]], batch)
 
     @cached_property
-    def _points(self) -> dict[TreeConfig, dict[int, dict[int, float]]]:
+    def _points(self) -> dict[TreeConfig, list[tuple[int, list[tuple[int, float]]]]]:
+        """By shape, batch and context, in ascending order."""
         points: dict[TreeConfig, dict[int, dict[int, float]]] = {}
         for cost in self.costs:
             points.setdefault(cost.shape, {}).setdefault(cost.batch, {})[cost.context] = cost.draft + cost.verify
-        return points
+        return {
+            shape: [(batch, sorted(row.items())) for batch, row in sorted(rows.items())]
+            for shape, rows in points.items()
+        }
 
 
-def _linear(points: dict[int, float], x: int) -> float:
-    known = sorted(points)
-    if len(known) == 1:
-        return points[known[0]]
-    place = min(max(bisect_left(known, x), 1), len(known) - 1)
-    low, high = known[place - 1], known[place]
-    slope = (points[high] - points[low]) / (high - low)
-    return max(points[low] + slope * (x - low), min(points.values()) / 2)
+def _linear(points: list[tuple[int, float]], x: int) -> float:
+    if len(points) == 1:
+        return points[0][1]
+    place = min(max(bisect_left(points, x, key=lambda point: point[0]), 1), len(points) - 1)
+    (low, at_low), (high, at_high) = points[place - 1 : place + 1]
+    slope = (at_high - at_low) / (high - low)
+    return max(at_low + slope * (x - low), min(y for _, y in points) / 2)
 
 
 class Record:
@@ -86,16 +92,20 @@ class Record:
         self.steps = 0
 
     def add(self, tree: Tree, path: list[int]) -> None:
-        """One verified tree and its accepted nodes."""
-        keep = self.keep
+        """One verified tree and its accepted nodes, for `prior` as well."""
+        offered = []  # by depth: the children of the node that was reached, and which of them was hit
+        for parent, chosen in zip([0, *path], [*path, None], strict=True):
+            children = [node for node, above in enumerate(tree.parents) if above == parent]
+            offered.append((len(children), children.index(chosen) if chosen else None))
+        for record in (self, self.prior) if self.prior else (self,):
+            record._count(offered)
+
+    def _count(self, offered: list[tuple[int, int | None]]) -> None:
         self.steps += 1
-        for depth, parent in enumerate([0, *path]):
-            children = [node for node in range(1, len(tree)) if tree.parents[node] == parent]
-            if depth >= len(self.hit) or not children:
-                return
-            for rank, child in enumerate(children[: len(self.hit[0])]):
-                self.offered[depth][rank] = keep * self.offered[depth][rank] + 1
-                self.hit[depth][rank] = keep * self.hit[depth][rank] + (child in path)
+        for (children, chosen), counts, hits in zip(offered, self.offered, self.hit, strict=False):
+            for rank in range(min(children, len(counts))):
+                counts[rank] = self.keep * counts[rank] + 1
+                hits[rank] = self.keep * hits[rank] + (rank == chosen)
 
     def chance(self, depth: int, rank: int) -> float:
         """That the target's choice behind a node of this depth, which it has reached, is the child of this rank."""
@@ -105,18 +115,34 @@ class Record:
             guess = self.chance(depth - 1, rank) if depth else 0.6 * 0.3**rank
         return (self.hit[depth][rank] + TRUST * guess) / (self.offered[depth][rank] + TRUST)
 
-    def expected(self, shape: TreeConfig) -> list[float]:
-        """Drafted tokens that a step of `shape` would keep at depth 1, 2, ...: the chances of its likeliest nodes."""
-        level, nodes = [1.0], []
-        for depth in range(shape.depth):
-            ranks = [self.chance(depth, rank) for rank in range(shape.width)]
-            level = sorted((p * chance for p in level for chance in ranks), reverse=True)
-            nodes += [(p, depth) for p in level]
-            level = level[: shape.width]
-        kept = [0.0] * shape.depth
-        for p, depth in sorted(nodes, reverse=True)[: shape.nodes - 1]:
-            kept[depth] += p
+    def chances(self) -> list[list[float]]:
+        """By depth and rank."""
+        return [[self.chance(depth, rank) for rank in range(len(row))] for depth, row in enumerate(self.hit)]
+
+
+def expected(chances: list[list[float]], shape: TreeConfig) -> list[float]:
+    """Drafted tokens that a step of `shape` would keep at depth 1, 2, ...: the chances of its likeliest nodes."""
+    kept, level, nodes = [0.0] * shape.depth, [1.0], []
+    if shape == OFF:
         return kept
+    for depth in range(shape.depth):
+        ranks = chances[depth][: shape.width]
+        level = sorted([p * chance for p in level for chance in ranks], reverse=True)[: shape.nodes - 1]
+        nodes += [(p, depth) for p in level]
+        level = level[: shape.width]
+    for p, depth in sorted(nodes, reverse=True)[: shape.nodes - 1]:
+        kept[depth] += p
+    return kept
+
+
+@dataclass
+class _Choice:
+    """A shape for these requests and limits, the steps that it stands for, and what each of them saves for probes."""
+
+    asked: tuple[list[str], list[int]]
+    shape: TreeConfig
+    steps: int
+    saved: float = 0.0
 
 
 class Budget:
@@ -132,25 +158,38 @@ class Budget:
         self.saved = 0.0  # seconds that a probe may cost
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
+        self._chosen: _Choice | None = None
 
     def choose(
         self, ids: list[str], kinds: list[str], contexts: list[int], limits: list[int], waiting: int = 0
     ) -> TreeConfig:
         """The shape for a step of these requests, each "greedy" or "sampled"; request r can take `limits[r]` drafted
         tokens. `waiting`: rows of the draft that have to be computed before it can draft, of all of them.
+
+        For the same requests the choice stands for some steps: in a step of a small model it would take its share.
         """
+        asked = ids, [min(limit, self.depth) for limit in limits]
+        kept = self._chosen
+        if kept is None or kept.asked != asked or not kept.steps:
+            kept = self._chosen = self._choice(asked, kinds, sum(contexts) // len(contexts), waiting)
+        kept.steps -= 1
+        self.saved += kept.saved
+        return kept.shape
+
+    def _choice(self, asked: tuple[list[str], list[int]], kinds: list[str], context: int, waiting: int) -> _Choice:
+        (ids, limits), batch = asked, len(kinds)
         for each, kind in zip(ids, kinds, strict=True):
             if each not in self._records:
                 self._records[each] = Record(self.depth, self.width, self.overall[kind])
-        batch, context = len(ids), sum(contexts) // len(contexts)
-        backlog = self.table.row * max(waiting - batch, 0) / HORIZON
+        backlog = self.table.row * (waiting - batch) + self.table.wake if waiting > batch else 0.0
+        outlooks = [self._outlook(each) for each in ids]
         tokens, seconds = {}, {}
         for shape in self.shapes:
-            outlooks = [self._outlook(each)[shape] for each in ids]
-            tokens[shape] = sum(1 + sum(kept[:limit]) for kept, limit in zip(outlooks, limits, strict=True))
+            kept = [sum(outlook[shape][:limit]) for outlook, limit in zip(outlooks, limits, strict=True)]
+            tokens[shape] = batch + sum(kept)
             seconds[shape] = self.table.seconds(shape, batch, context)
             if shape != OFF:
-                seconds[shape] += backlog + self.table.row * (tokens[shape] - batch)
+                seconds[shape] += backlog / HORIZON + self.table.row * sum(kept)
 
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
@@ -158,35 +197,36 @@ class Budget:
         best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape == OFF else 1))
 
         def loss(shape: TreeConfig) -> float:
-            return seconds[shape] * (1 - speed(shape) / speed(best))
+            rows = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
+            return rows + seconds[shape] * (1 - speed(shape) / speed(best))
 
         if any(self.overall[kind].steps < FIRST_PROBES for kind in kinds):
             affordable = [shape for shape in self.shapes if loss(shape) <= FIRST_LOSS * seconds[OFF]]
-            return max(affordable, key=lambda shape: (shape.nodes, shape.depth))
-        if loss(self.largest) <= self.saved:
+            first = max(affordable, key=lambda shape: (shape.nodes, shape.depth))
+            if first != OFF:
+                return _Choice(asked, first, 1)
+        if best != self.largest and loss(self.largest) <= self.saved:
             self.saved = 0.0
-            return self.largest
-        self.saved += PROBING * seconds[best]
-        return best
+            return _Choice(asked, self.largest, 1)
+        return _Choice(asked, best, REFRESH, PROBING * seconds[best])
 
     def learn(self, request_id: str, tree: Tree, path: list[int]) -> None:
         """Takes a verified tree and its accepted nodes down."""
         if len(tree) == 1:
             return
         record = self._records[request_id]
-        record.prior.add(tree, path)
         record.add(tree, path)
         if record.steps % REFRESH == 0:
             self._expected.pop(request_id, None)
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
+        self._chosen = None  # the next one may have its id
         self._records.pop(request_id, None)
         self._expected.pop(request_id, None)
 
     def _outlook(self, request_id: str) -> dict[TreeConfig, list[float]]:
         if request_id not in self._expected:
-            record = self._records[request_id]
-            expected = {shape: record.expected(shape) if shape != OFF else [0.0] for shape in self.shapes}
-            self._expected[request_id] = expected
+            chances = self._records[request_id].chances()
+            self._expected[request_id] = {shape: expected(chances, shape) for shape in self.shapes}
         return self._expected[request_id]

@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import torch
 
 from draft_model.model import Eagle3Draft
@@ -27,7 +28,7 @@ LONGEST_SAMPLE = 1024
 # Turns of every shape, and its steps in each. A step on the device begins the next one of the same shape ahead, so that
 # the third shows what it costs among others.
 TURNS, DEVICE_TURNS = (4, 1), (2, 3)
-PLAIN = 8  # steps without drafts, whose rows of the draft are timed together
+WAITS = (1, 8)  # steps without drafts, whose rows of the draft are timed together
 
 
 def measure_costs(
@@ -44,21 +45,22 @@ def measure_costs(
     repeats counts, since whatever else the machine does only adds to it.
     """
     batches = sorted({1, min(4, max_running), min(16, max_running)})
-    room = 8 * sum(shape.depth + 1 for shape in shapes)
+    room = 8 * sum(shape.depth + 1 for shape in shapes) + 2 * sum(WAITS)
     contexts = sorted({min(size, max(8, context - room)) for size in (64, LONGEST_SAMPLE)})
-    costs, rows = [], []
+    costs, waits = [], []
     for batch in batches:
         for length in contexts:
-            measured, row = _measure(target, draft, shapes, batch, length, room)
+            measured, waited = _measure(target, draft, shapes, batch, length, room)
             costs += measured
-            rows.append(row)
-    return CostTable(tuple(costs), min(rows))
+            waits += waited
+    row, wake = np.polyfit(*zip(*waits, strict=True), 1)
+    return CostTable(tuple(costs), max(float(row), 0.0), max(float(wake), 0.0))
 
 
 def _measure(
     target: TargetModel, draft: Eagle3Draft, shapes: tuple[TreeConfig, ...], batch: int, length: int, room: int
-) -> tuple[list[Cost], float]:
-    """The costs, and the seconds of a row of the draft."""
+) -> tuple[list[Cost], list[tuple[int, float]]]:
+    """The costs; and numbers of the draft's rows with the seconds that they take when they have waited."""
     largest = max(shapes, key=lambda shape: shape.scratch_slots)
     pages = batch * -(-(length + room + step_slots(shapes, ahead=True)) // target.config.block_size)
     engine = Engine(target, draft, largest, pages=pages, max_running=batch)
@@ -85,15 +87,20 @@ def _measure(
             times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
     costs = [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
     engine.tree = OFF
-    for _ in range(PLAIN):
-        engine.step()
+    return costs, [(batch * steps, min(_follow_seconds(engine, steps) for _ in range(2))) for steps in WAITS]
+
+
+def _follow_seconds(engine: Engine, steps: int) -> float:
+    """Of the draft's rows of so many plain steps."""
     sequences = [sequence for _, _, sequence in engine.scheduler.running]
-    waiting = sum(sequence.computed + 1 - sequence.draft_end for sequence in sequences)
+    engine.runner.drafter.follow(sequences)
+    for _ in range(steps):
+        engine.step()
     _wait(engine)
     begin = time.perf_counter()
     engine.runner.drafter.follow(sequences)
     _wait(engine)
-    return costs, (time.perf_counter() - begin) / waiting
+    return time.perf_counter() - begin
 
 
 def _wait(engine: Engine) -> None:

@@ -4,7 +4,7 @@ never a different answer.
 
 import pytest
 
-from serve.budget import OFF, Budget, Cost, CostTable, Record
+from serve.budget import OFF, Budget, Cost, CostTable, Record, expected
 from serve.measure import measure_costs
 from serve.request import Request, SamplingParams
 from serve.tree import Tree, TreeConfig
@@ -109,8 +109,11 @@ def test_requests_are_told_apart():
     easy, hard = (sum(budget._outlook(name)[TreeConfig.chain(3)]) for name in ("easy", "hard"))
     assert easy > 2 and hard < 0.5
     assert 0.5 < sum(budget._outlook("new")[TreeConfig.chain(3)]) < 2
-    budget.forget("easy")
-    meet("easy")
+    meet("easy", "hard", "new")
+    for name in ("easy", "hard", "new"):
+        budget.forget(name)
+    meet("easy", "hard", "new")
+    budget.learn("easy", chain, [1])  # of a request that took over the name
     assert sum(budget._outlook("easy")[TreeConfig.chain(3)]) < 2
 
 
@@ -130,26 +133,49 @@ def test_rows_that_wait_speak_against_drafting():
     """Of two tables where a chain of 3 is worth its cost, one has dear rows of the draft: then whoever has not drafted
     for long, or keeps many tokens, goes on without.
     """
-    for row, waiting, expected in ((0.0, 400, True), (0.1, 1, True), (0.1, 400, False), (2.0, 1, False)):
-        budget = Budget(CostTable(CHEAP.costs, row))
+    cases = (
+        (0, 0, 400, True),
+        (0.1, 0, 1, True),
+        (0.1, 0, 400, False),
+        (2, 0, 1, False),
+        (0, 40, 1, True),
+        (0, 40, 2, False),
+    )
+    for row, wake, waiting, drafts in cases:
+        budget = Budget(CostTable(CHEAP.costs, row, wake))
         for _ in range(40):
             budget.choose(["a"], ["greedy"], [64], [8], 1)
             budget.learn("a", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2, 3])
         budget.saved = 0.0
-        assert (budget.choose(["a"], ["greedy"], [64], [8], waiting) != OFF) == expected
+        assert (budget.choose(["b"], ["greedy"], [64], [8], waiting) != OFF) == drafts
+
+
+def test_a_look_pays_for_the_rows_that_wait():
+    """Where plain decoding is best, drafting is looked at now and then; the dearer the draft's wake, the less often."""
+    looks = []
+    for wake in (0.0, 60.0):
+        budget = Budget(CostTable(DEAR.costs, wake=wake))
+        for _ in range(6000):
+            shape = budget.choose(["a"], ["greedy"], [64], [8], 3)
+            if shape != OFF:
+                budget.learn("a", Tree([0, 1, 2], [-1, 0, 0]), [])
+        looks.append(budget.overall["greedy"].steps)
+    assert looks[0] > 15 and 0 < looks[1] < 4
 
 
 def test_expected_tokens_of_a_shape():
     record = Record(3, 2)
     for _ in range(400):
         record.add(Tree([0, 1, 2, 3, 4], [-1, 0, 0, 1, 1]), [1, 3])  # always the first child, and its first
-    assert record.expected(TreeConfig.chain(2))[:2] == pytest.approx([1, 1], abs=0.08)
+    assert expected(record.chances(), TreeConfig.chain(2))[:2] == pytest.approx([1, 1], abs=0.08)
     only_second = Record(2, 2)
     for _ in range(400):
         only_second.add(Tree([0, 1, 2], [-1, 0, 0]), [2])
-    assert only_second.expected(TreeConfig(1, 2, 3)) == pytest.approx([1], abs=0.08)
-    assert only_second.expected(TreeConfig.chain(1)) == pytest.approx([0], abs=0.08)
-    wide, narrow = (sum(Record(4, 3).expected(shape)) for shape in (TreeConfig(4, 3, 12), TreeConfig.chain(3)))
+    assert expected(only_second.chances(), TreeConfig(1, 2, 3)) == pytest.approx([1], abs=0.08)
+    assert expected(only_second.chances(), TreeConfig.chain(1)) == pytest.approx([0], abs=0.08)
+    wide, narrow = (
+        sum(expected(Record(4, 3).chances(), shape)) for shape in (TreeConfig(4, 3, 12), TreeConfig.chain(3))
+    )
     assert wide > narrow
 
 
@@ -186,5 +212,5 @@ def test_measured_table(target):
     shapes = (OFF, TreeConfig.chain(2), TreeConfig(2, 2, 5))
     costs = measure_costs(target, random_draft(target), max_running=4, context=200, shapes=shapes)
     assert costs.shapes == shapes and len(costs.costs) == len(set(costs.costs)) == 3 * 2 * 2
-    assert {(c.batch, c.context) for c in costs.costs} == {(1, 64), (1, 136), (4, 64), (4, 136)}
+    assert {(c.batch, c.context) for c in costs.costs} == {(1, 64), (1, 118), (4, 64), (4, 118)}
     assert all(c.verify > 0 for c in costs.costs)
