@@ -82,7 +82,9 @@ class DraftSettings(_Section):
     train_embedding: bool = False
     train_head: bool = True
     initialisation: Literal["random", "regression"] = Field(
-        "random", description="regression: fc and attention start from a least-squares fit of the target's next state"
+        "random",
+        description="without init_from; regression: fc and attention start from a least-squares fit of the target's "
+        "next state",
     )
     regression_tokens: int = Field(100_000, ge=1, description="tokens that the least-squares fit looks at")
 

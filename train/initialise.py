@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +19,19 @@ from target_model.resolve import ResolvedTarget
 from train.config import DraftSettings, TrainConfig
 from train.data import TrainingRows
 
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "draft_vocab_size", "taps")
+_SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "attention_bias")
+
 
 def draft_config(settings: DraftSettings, target: M3Config) -> DraftConfig:
     """Sizes that the settings leave out follow the target; the MLP is three times as wide as the residual stream."""
-    sizes = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "draft_vocab_size", "taps")
-    switches = ("fc_norm", "norm_output", "norm_before_residual", "attention_bias")
-    given = {name: getattr(settings, name) for name in (*sizes, *switches)}
-    if settings.taps is not None:
-        given["taps"] = tuple(settings.taps)
+    given = {name: _setting(settings, name) for name in (*_SIZES, *_SWITCHES)}
     return DraftConfig.for_target(target, **{name: value for name, value in given.items() if value is not None})
+
+
+def _setting(settings: DraftSettings, name: str) -> Any:
+    value = getattr(settings, name)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def run_draft_config(config: TrainConfig, target: ResolvedTarget, *, weights: bool = True) -> DraftConfig:
@@ -44,12 +49,10 @@ def run_draft_config(config: TrainConfig, target: ResolvedTarget, *, weights: bo
         else:
             sizes = DraftConfig.from_json(where / "config.json", chosen.default_taps)
     sizes.check_target(target.config, where)
-    width = target.config.hidden_size
-    if config.draft.initialisation == "regression" and sizes.hidden_size != width:
-        raise UserError(
-            f"draft.initialisation=regression fits states of the target, {width} wide, but those of draft {where} are "
-            f"{sizes.hidden_size} wide: set draft.initialisation=random"
-        )
+    for name in config.draft.model_fields_set.intersection((*_SIZES, *_SWITCHES)) if start else ():
+        wanted, has = _setting(config.draft, name), getattr(sizes, name)
+        if wanted is not None and wanted != has:
+            raise UserError(f"draft.{name} is {wanted}, but draft {where}, which is to be continued, has {has}")
     return sizes
 
 

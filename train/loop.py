@@ -123,7 +123,7 @@ class _Run:
         self.folder.check_disk(config.checkpoint.keep + 2, self.checkpoint_bytes)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
         self.checkpoint = _from_rank_zero(self.checkpoint)
-        if self.checkpoint is None and config.draft.initialisation == "regression":
+        if self.checkpoint is None and config.draft.init_from is None and config.draft.initialisation == "regression":
             self._regression(draft, target, teacher)
         self.engine = DraftEngine(draft, teacher, config, dtype)
         self.best: dict[str, Any] | None = None

@@ -1,5 +1,7 @@
 """Configuration mistakes are one line that names the key; recipes are valid; the plan tells sizes."""
 
+import contextlib
+
 import pytest
 
 from draft_model.checkpoint import save_draft
@@ -123,7 +125,6 @@ def cut(directory):
         ({"target_hidden_size": 64}, None, "its target_hidden_size is 64, but the target has 192"),
         ({"vocab_size": 300, "draft_vocab_size": 300}, None, "its vocab_size is 300, but the target has 4096"),
         ({"taps": (1, 3, 99)}, None, r"taps \(1, 3, 99\) must be distinct"),
-        ({"hidden_size": 64}, None, "draft.initialisation=regression fits states of the target, 192 wide"),
     ],
 )
 def test_the_plan_refuses_a_draft_that_the_run_refuses(tmp_path, changes, damage, named):
@@ -134,6 +135,23 @@ def test_the_plan_refuses_a_draft_that_the_run_refuses(tmp_path, changes, damage
     for refuse in (plan, run_draft_config):
         with pytest.raises(UserError, match=named):
             refuse(config, target)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("intermediate_size=7", "draft.intermediate_size is 7, but draft .*, which is to be continued, has [0-9]+"),
+        ("taps=[2,4,5]", r"draft.taps is \(2, 4, 5\), but draft .* has \(1, 3, 5\)"),
+        ("fc_norm=false", "draft.fc_norm is False, but draft .* has True"),
+        ("taps=[1,3,5]", None),
+        ("intermediate_size=null", None),
+    ],
+)
+def test_settings_that_contradict_the_draft_to_continue_are_refused(tmp_path, override, named):
+    save_draft(random_draft(**FITTING, fc_norm=True), tmp_path / "draft")
+    config = load_config("demo", [f"draft.init_from={tmp_path / 'draft'}", f"draft.{override}"])
+    with pytest.raises(UserError, match=named) if named else contextlib.nullcontext():
+        run_draft_config(config, resolve_config("m3-tiny"))
 
 
 def test_the_plan_refuses_taps_that_the_target_lacks():

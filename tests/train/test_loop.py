@@ -335,6 +335,16 @@ def test_regression_start_is_better_than_a_random_one(settings):
     assert losses[1] < 0.7 * losses[0]
 
 
+def test_a_draft_to_continue_keeps_its_weights(settings):
+    """Also under a recipe whose drafts start from a fit."""
+    first = train(settings("first", schedule__steps=4), progress=False)
+    losses = []
+    for start in ("random", "regression"):
+        again = {"draft__init_from": str(first.directory / "draft"), "draft__initialisation": start}
+        losses.append(log_of(train(settings(f"again-{start}", schedule__steps=1, **again), progress=False))[0]["loss"])
+    assert losses[0] == losses[1] < log_of(first)[0]["loss"]
+
+
 def test_order_and_schedule_depend_on_the_step_alone():
     order = DataOrder(7, 3, seed=1)
     batches = [order.batch(step).tolist() for step in range(14)]
