@@ -29,23 +29,27 @@ from train.loss import StepSums, Teacher, count_rows, step_weights
 from train.origin import Origin, open_origin
 from train.plan import state_bytes
 from train.progress import ProgressDisplay
+from train.ranks import any_rank, from_rank_zero, reduce_sums
 from train.regression import start_from_regression
 from train.replay import read_answers, replayed_acceptance
 from train.run import RunFolder
 from train.schedule import DataOrder, learning_rate, share_batch, total_steps
-from train.window import LogWindow, reduce_sums
+from train.window import LogWindow
 
 # Gets a frozen draft and the run's target, None where the run has none (features from a store).
 Judge = Callable[[Eagle3Draft, TargetModel | None], dict[str, Any]]
+# Gets the step to go on from, then every finished one, and says whether the run has to stop there.
+Stop = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the run lies, how far it got, and its best judgement (None without a judge)."""
+    """Where the run lies, how far it got, if it was stopped there, and its best judgement (None without a judge)."""
 
     directory: Path
     draft: Path
     step: int
+    stopped: bool
     best: dict[str, Any] | None
     metrics: dict[str, Any]
 
@@ -55,14 +59,13 @@ def train(
     *,
     judge: Judge | None = None,
     progress: bool = True,
-    stop_after: int | None = None,
-    reached: Callable[[int], None] | None = None,
+    stop: Stop | None = None,
 ) -> TrainResult:
     """Runs or continues a training run.
 
     `judge` gets a frozen copy of the draft, at the precision of its export, and the target, and returns measurements
-    with the key "al", by which the best checkpoint is chosen; without a judge the last one is exported. `stop_after`
-    ends after that step, as an interruption would. `reached` gets the step to go on from, then every finished one.
+    with the key "al", by which the best checkpoint is chosen; without a judge the last one is exported. Where `stop`
+    says so in any process, all of them end with a checkpoint of that step.
     """
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
@@ -73,8 +76,8 @@ def train(
         if os.environ.get("RANK", "0") == "0":
             held.enter_context(locked(config.run_directory))
         rank, world = held.enter_context(processes(device))
-        display = held.enter_context(ProgressDisplay(config, enabled=progress and rank == 0, reached=reached))
-        return _train(config, resolved, device, dtype, rank, world, judge, display, stop_after)
+        display = held.enter_context(ProgressDisplay(config, enabled=progress and rank == 0))
+        return _train(config, resolved, device, dtype, rank, world, judge, display, stop)
 
 
 def _train(
@@ -86,13 +89,13 @@ def _train(
     world: int,
     judge: Judge | None,
     display: ProgressDisplay,
-    stop_after: int | None,
+    stop: Stop | None,
 ) -> TrainResult:
     """The part of a run that needs its processes; whatever refers to them is gone when it returns."""
     origin = open_origin(config, resolved, rank, world, device, dtype, display)
     run = _Run(config, origin, rank, world, dtype)
     try:
-        return run.execute(judge, display, stop_after)
+        return run.execute(judge, display, stop)
     finally:
         run.engine.close()
 
@@ -103,7 +106,7 @@ class _Run:
     def __init__(self, config: TrainConfig, origin: Origin, rank: int, world: int, dtype: torch.dtype):
         self.rank, self.world = rank, world
         self.folder = RunFolder(config)
-        began_with = _from_rank_zero(self.folder.began_with(world) if rank == 0 else None)
+        began_with = from_rank_zero(self.folder.began_with(world) if rank == 0 else None)
         config = config.model_copy(update={"engine": share_batch(config.engine, began_with, world)})
         rows, target = origin.rows, origin.ends
         self.config = config
@@ -122,7 +125,7 @@ class _Run:
         # The last ones, the best one, and the one that is being written.
         self.folder.check_disk(config.checkpoint.keep + 2, self.checkpoint_bytes)
         self.checkpoint = self.folder.prepare(self.total) if rank == 0 else None
-        self.checkpoint = _from_rank_zero(self.checkpoint)
+        self.checkpoint = from_rank_zero(self.checkpoint)
         if self.checkpoint is None and config.draft.init_from is None and config.draft.initialisation == "regression":
             self._regression(draft, target, teacher)
         self.engine = DraftEngine(draft, teacher, config, dtype)
@@ -150,44 +153,49 @@ class _Run:
         batches = [self.capture.features(rows[i : i + size]) for i in range(0, len(rows), size)]
         start_from_regression(draft, target, teacher, batches, self.config.seed)
 
-    def execute(self, judge: Judge | None, display: ProgressDisplay, stop_after: int | None) -> TrainResult:
+    def execute(self, judge: Judge | None, display: ProgressDisplay, stop: Stop | None) -> TrainResult:
         step = self._resume()
         if self.rank == 0 and step == 0:
             self.folder.write_record(step=0, total_steps=self.total, best=None)
-        end = self.total if stop_after is None else min(self.total, stop_after)
         journal = Journal(self.config, self.folder, display) if self.rank == 0 else None
         window, metrics = LogWindow(), {}
         display.start(step, self.total)
-        while step < end and not self._impatient():
+        stopped = self._asked_to(stop, step)
+        while step < self.total and not self._impatient() and not stopped:
             sums, tokens = self._step(step)
             step += 1
             self.tokens += tokens
             self._count_skipped(step, sums)
             window.add(sums, tokens)
-            if step % self.config.log.every == 0 or step == end:
+            stopped = self._asked_to(stop, step)
+            if self._due(step, self.config.log.every) or stopped:
                 metrics = self._metrics(step, window)
                 if journal is not None:
                     journal.metrics(metrics)
                 window = LogWindow()
             display.advance(step, metrics, self.tokens)
-            if self._due(step, self.config.eval.every, end == self.total):
+            if self._due(step, self.config.eval.every):
                 display.stage("judging")
                 self._judge(step, judge, metrics, journal)
             best_now = self.best is not None and self.best["step"] == step
-            if self._due(step, self.config.checkpoint.every, True) or step == end or best_now or self._impatient():
+            if self._due(step, self.config.checkpoint.every) or stopped or best_now or self._impatient():
                 self._save(step)
         if journal is not None:
             if self._impatient():
                 journal.note(f"ended at step {step}: {self.stale} judgements without a better AL")
             journal.finish()
-        return TrainResult(self.folder.path, self.folder.draft, step, self.best, metrics)
+        return TrainResult(self.folder.path, self.folder.draft, step, stopped, self.best, metrics)
+
+    def _asked_to(self, stop: Stop | None, step: int) -> bool:
+        """Whether any process is asked to stop at this step, which is not the last one."""
+        return stop is not None and any_rank(stop(step) and step < self.total, self.device)
 
     def _impatient(self) -> bool:
         """Whether so many judgements brought no better draft that the run ends."""
         return self.config.eval.patience is not None and self.stale >= self.config.eval.patience
 
-    def _due(self, step: int, every: int | None, at_end: bool) -> bool:
-        return (every is not None and step % every == 0) or (at_end and step == self.total)
+    def _due(self, step: int, every: int | None) -> bool:
+        return (every is not None and step % every == 0) or step == self.total
 
     def _resume(self) -> int:
         if self.checkpoint is None:
@@ -231,7 +239,7 @@ class _Run:
         seconds = max(1e-9, time.perf_counter() - window.started)
         metrics: dict[str, Any] = {}
         if window.sums is not None:
-            sums = reduce_sums(window.sums, self.world)
+            sums = reduce_sums(window.sums)
             metrics = sums.metrics()
             metrics["loss"] = float((sums.loss * step_weights(sums.rows, self.config.ttt.decay).double()).sum())
             peak = peak_flops(self.device)
@@ -272,7 +280,7 @@ class _Run:
             if result is None or self.best is None or result["al"] > self.best["al"]:
                 self.best, self.stale = result, 0
                 self.folder.export(draft, {"config": self.config.model_dump(), "step": step, "judge": result})
-        self.best, self.stale = _from_rank_zero((self.best, self.stale))
+        self.best, self.stale = from_rank_zero((self.best, self.stale))
 
     def _save(self, step: int) -> None:
         state = {
@@ -290,9 +298,3 @@ class _Run:
             ended = self._impatient()
             self.folder.write_record(step=step, total_steps=self.total, best=self.best, ended=ended)
             self.folder.prune(None if self.best is None else self.best["step"])
-
-
-def _from_rank_zero(value: Any) -> Any:
-    box = [value]
-    torch.distributed.broadcast_object_list(box)
-    return box[0]

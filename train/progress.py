@@ -1,6 +1,5 @@
 """Console progress: one bar with loss, tau_sim, tokens per second, MFU, GPU memory and the time left."""
 
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -10,13 +9,10 @@ from train.config import TrainConfig
 
 
 class ProgressDisplay:
-    """A context manager; silent when not enabled. Without a terminal there are the notes, but no bar.
+    """A context manager; silent when not enabled. Without a terminal there are the notes, but no bar."""
 
-    `reached`, if given, is told the steps whatever is shown.
-    """
-
-    def __init__(self, config: TrainConfig, *, enabled: bool, reached: Callable[[int], None] | None = None):
-        self.enabled, self._reached = enabled, reached
+    def __init__(self, config: TrainConfig, *, enabled: bool):
+        self.enabled = enabled
         console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -51,13 +47,9 @@ class ProgressDisplay:
 
     def start(self, step: int, total: int) -> None:
         self._progress.reset(self._task, completed=step, total=total, numbers="")
-        if self._reached is not None:
-            self._reached(step)
 
     def advance(self, step: int, metrics: dict[str, Any], tokens: int) -> None:
         self._progress.update(self._task, completed=step, numbers=numbers(metrics, tokens))
-        if self._reached is not None:
-            self._reached(step)
 
 
 def numbers(metrics: dict[str, Any], tokens: int) -> str:

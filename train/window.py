@@ -1,8 +1,6 @@
-"""Sums of the steps between two log lines, over all ranks."""
+"""Sums of the steps between two log lines, of one rank."""
 
 import time
-
-import torch
 
 from train.loss import StepSums
 
@@ -20,12 +18,3 @@ class LogWindow:
             self.sums = sums if self.sums is None else self.sums + sums
         self.tokens += tokens
         self.steps += 1
-
-
-def reduce_sums(sums: StepSums, world: int) -> StepSums:
-    """The sums of all `world` ranks, which call this together."""
-    if world == 1:
-        return sums
-    stacked = torch.stack(sums.tensors())
-    torch.distributed.all_reduce(stacked)
-    return StepSums(*stacked)

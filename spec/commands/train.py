@@ -49,7 +49,9 @@ def train(
         from train.loop import train as run
 
         judge = served_acceptance(settings.target, settings.ttt.draft_attention)
-        result = run(settings, judge=judge, progress=not quiet, reached=interruption.reached)
+        result = run(settings, judge=judge, progress=not quiet, stop=interruption.stop)
+        if result.stopped:
+            interruption.end()
     if os.environ.get("RANK", "0") == "0":
         measured = "" if result.best is None else f", AL {result.best['al']:.2f} at step {result.best['step']}"
         print(f"trained {result.step} steps{measured}\nserve it: spec serve --draft {result.draft}")

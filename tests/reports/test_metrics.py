@@ -28,7 +28,7 @@ from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
 from tests.serve.http_client import ask, client, serving
 from tests.serve.known_target import Following, known_target
 from train.loss import StepSums
-from train.window import reduce_sums
+from train.ranks import reduce_sums
 
 TOKENIZER = tokenizer()
 END, START = TOKENIZER.eos_ids[0], TOKENIZER.encode("x")[0]
@@ -241,7 +241,7 @@ def sums_of(rank: int) -> StepSums:
 def one_rank(rank: int, directory: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
     mine = sums_of(rank)
-    totals = [reduce_sums(mine, 2).metrics() for _ in range(2)]  # twice: nothing may be added to what is summed
+    totals = [reduce_sums(mine).metrics() for _ in range(2)]  # twice: nothing may be added to what is summed
     torch.distributed.destroy_process_group()
     (Path(directory) / f"rank-{rank}.json").write_text(json.dumps(totals))
 

@@ -68,7 +68,7 @@ def test_r12_r20_two_parts_are_the_whole(settings, monkeypatch, stage, dtype, ac
     rates = [rate for _, rate, _ in curve(straight)]
     assert rates[:4] == sorted(rates[:4]) and rates[4:] == sorted(rates[4:], reverse=True) and len(set(rates)) == 6
     config = settings("cut", engine=engine)
-    train(config, progress=False, stop_after=3)
+    train(config, progress=False, stop=(3).__eq__)
 
     def from_another_seed(draft_settings, target, rows, seed):
         draft = new_draft(draft_settings, target, rows, seed + 1)
@@ -121,5 +121,5 @@ def test_r12_a_run_from_a_store_resumes_too(settings, tmp_path):
     features = {"store": store}
     straight = train(settings("straight", features=features), progress=False)
     config = settings("cut", features=features)
-    train(config, progress=False, stop_after=5)
+    train(config, progress=False, stop=(5).__eq__)
     assert_same(straight, train(config, progress=False))

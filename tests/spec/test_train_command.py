@@ -5,6 +5,10 @@ is stopped says so.
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -43,11 +47,13 @@ def test_a_run_that_is_stopped_says_where(monkeypatch, capfd, tmp_path, number, 
         state.mkdir(parents=True)
         state.with_name("step-00000014.partial").mkdir()
 
-    def stopped(config, *, reached, **_):
+    def stopped(config, *, stop, **_):
         if step is not None:
-            reached(step)
+            assert not stop(step - 1)
         os.kill(os.getpid(), number)
-        signal.pause()  # the interpreter runs the handler, which raises
+        if step is None:
+            signal.pause()  # the interpreter runs the handler, which raises
+        return loop.TrainResult(config.run_directory, config.run_directory, step, stop(step), None, {})
 
     before = signal.getsignal(number)
     monkeypatch.setattr(loop, "train", stopped)
@@ -57,4 +63,25 @@ def test_a_run_that_is_stopped_says_where(monkeypatch, capfd, tmp_path, number, 
         cli.main()
     out, err = capfd.readouterr()
     assert stop.value.code == 128 + number and not out and signal.getsignal(number) is before
-    assert err.startswith("spec: stopped by " + told.format(state=state.relative_to(tmp_path))) and err.count("\n") == 1
+    *first, last = err.splitlines()
+    assert last.startswith("spec: stopped by " + told.format(state=state.relative_to(tmp_path)))
+    assert len(first) == (step is not None) and all("stopping behind this step" in line for line in first)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_leaves_a_checkpoint_of_its_step(tmp_path):
+    command = [sys.executable, "-m", "spec.cli", "train", "--config", "demo", "--quiet", "name=mine", "log.every=1"]
+    command += ["data.max_documents=64", "draft.initialisation=random", "schedule.epochs=null", "schedule.steps=400"]
+    command += ["eval.judge=none"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        log = tmp_path / "runs" / "mine" / "log.jsonl"
+        while not log.exists() or log.read_text().count("\n") < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        last = process.stderr.read().splitlines()[-1]
+    done = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert 3 <= done < 400
+    assert f"SIGTERM at step {done}; last checkpoint runs/mine/state/step-{done:08}: the same command continues" in last

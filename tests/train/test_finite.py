@@ -89,7 +89,7 @@ def test_weights_and_moments_stay_as_they_were(tmp_path, monkeypatch):
     before = train(run_config(tmp_path, "before", 0, schedule={"steps": 1, "warmup": 0}), progress=False)
     monkeypatch.setattr(OnlineCapture, "features", poison(OnlineCapture.features, "final_state", {2}))
     config = run_config(tmp_path, "after", 0, schedule={"steps": 4, "warmup": 0})
-    after = train(config, progress=False, stop_after=2)
+    after = train(config, progress=False, stop=(2).__eq__)
     states = [next((run.directory / "state").glob("*/mp_rank_00_model_states.pt")) for run in (before, after)]
     ours, theirs = (torch.load(path, weights_only=False) for path in states)
     for name, value in ours["module"].items():

@@ -90,7 +90,7 @@ def test_resume_is_exact(settings, stage):
     assert len({round(lr, 9) for _, lr, _ in expected}) > 10
     for name, stop in (("ten", 10), ("seven", 7)):
         config = settings(name, engine__zero_stage=stage)
-        part = train(config, progress=False, stop_after=stop)
+        part = train(config, progress=False, stop=stop.__eq__)
         assert part.step == stop
         torch.manual_seed(99)
         resumed = train(config, progress=False)
@@ -102,12 +102,12 @@ def test_resume_is_exact(settings, stage):
 def test_resume_after_a_kill_repeats_what_was_not_saved(settings):
     straight = train(settings("straight"), progress=False)
     config = settings("killed")
-    train(config, progress=False, stop_after=14)
+    train(config, progress=False, stop=(14).__eq__)
     # As if the process had died at step 14 with the checkpoint of step 10 as its last, and another half written.
     state = config.run_directory / "state"
     (state / "step-00000014").rename(state / "step-00000014.partial")
     reached = []
-    resumed = train(config, progress=False, reached=reached.append)
+    resumed = train(config, progress=False, stop=lambda step: reached.append(step))
     assert reached == list(range(10, 21))
     assert [line["step"] for line in log_of(resumed)] == list(range(1, 21))
     assert same_weights(straight, resumed)
@@ -117,7 +117,7 @@ def test_resume_after_a_kill_repeats_what_was_not_saved(settings):
 @pytest.mark.parametrize("harm", ["cut", "missing"])
 def test_a_damaged_checkpoint_is_named(settings, harm):
     config = settings(schedule__steps=3, checkpoint__every=1, engine__zero_stage=1)
-    train(config, progress=False, stop_after=2)
+    train(config, progress=False, stop=(2).__eq__)
     state = config.run_directory / "state"
     saved = state / "step-00000002" / "mp_rank_00_model_states.pt"
     if harm == "cut":
@@ -139,14 +139,14 @@ def test_bfloat16_resumes_too(settings):
         change = {"engine__dtype": "bfloat16", "engine__zero_stage": stage, "schedule__steps": 6}
         straight = train(settings(f"straight{stage}", **change), progress=False)
         config = settings(f"cut{stage}", **change)
-        train(config, progress=False, stop_after=3)
+        train(config, progress=False, stop=(3).__eq__)
         assert same_weights(straight, train(config, progress=False)), stage
 
 
 def test_frozen_and_pruned_parts_survive_a_resume(settings):
     change = {"draft__draft_vocab_size": 64, "draft__train_head": False, "schedule__steps": 4}
     config = settings("pruned", **change)
-    train(config, progress=False, stop_after=2)
+    train(config, progress=False, stop=(2).__eq__)
     resumed = train(config, progress=False)
     draft, target = load_draft(resumed.draft), load_target("m3-tiny")
     kept = draft.target_ids(torch.arange(64))
@@ -291,7 +291,7 @@ def test_a_run_ends_early_and_keeps_the_last_and_the_best_checkpoint(settings):
         return {"al": [1.5, 2.5, 2.0, 2.4, 2.5][len(seen) - 1], "chain": 2}
 
     config = settings("early", eval__every=2, eval__patience=3, checkpoint__every=2, checkpoint__keep=1)
-    part = train(config, judge=judge, progress=False, stop_after=7)
+    part = train(config, judge=judge, progress=False, stop=(7).__eq__)
     assert part.step == 7 and not json.loads((config.run_directory / "run.json").read_text())["complete"]
     result = train(config, judge=judge, progress=False)
     assert (

@@ -16,11 +16,12 @@ from draft_model.checkpoint import load_draft
 from tests.devices import CPU_AND_TWO_GPUS
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from train.config import parse_config
 from train.loop import train
 config, stop = parse_config(json.loads(sys.argv[1])), int(sys.argv[2])
-train(config, judge=lambda draft, target: {"al": float(sys.argv[3])}, progress=False, stop_after=stop)
+train(config, judge=lambda draft, target: {"al": float(sys.argv[3])}, progress=False,
+      stop=lambda step: step == stop and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1)  # one is enough
 """
 # What other orders of summing make of losses and gradient norms, relative; and of weights, absolute and relative: Adam
 # makes a whole step of a gradient that is nothing but rounding. SAME: nothing is divided otherwise.
