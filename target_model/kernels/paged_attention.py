@@ -81,7 +81,7 @@ def run_attention(
         scale * LOG2_E, UNION=union is not None, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim,
         PAGE=batch.page_size, BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
         BLOCK_N=min(batch.page_size, block_n), SPLITS=splits, FIRST=first_slot > 0,
-        SCRATCH_CHOSEN=scratch_chosen, N=choice.shape[-1], UPCAST=INTERPRETED, PDL=PDL,
+        SCRATCH_CHOSEN=scratch_chosen, N=choice.shape[-1] if scratch_chosen else 1, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip
     if splits == 1:
@@ -105,7 +105,8 @@ def combine(partial_STQD: Tensor, lse_STQ: Tensor, out_TQD: Tensor) -> Tensor:
 
 def dense_shape(batch: Batch, kv_heads: int, group: int) -> dict:
     """Rows of a tile and splits of the keys: full 128-row tiles for many rows, enough programs for few."""
-    block_t = min(power_of_two(batch.max_rows), max(1, 128 // group))
+    # Fewer rows than a matrix product takes would be other kernels to compile, and no faster ones.
+    block_t = min(power_of_two(max(batch.max_rows, 16 // group)), max(1, 128 // group))
     tiles = cdiv(batch.max_rows, block_t) * kv_heads * batch.num_sequences
     pages = cdiv(batch.max_context, batch.page_size)
     splits = 1

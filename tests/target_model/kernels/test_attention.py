@@ -2,6 +2,7 @@
 read."""
 
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -42,6 +43,26 @@ def test_paged_attention(kind, page, dim, heads, kv_heads):
     out = paged_attention.paged_attention(q, k, v, batch, dim**-0.5)
     want = paged_attention_ref.paged_attention(q, clean(k), clean(v), batch, dim**-0.5)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_batches_of_all_sizes_share_kernels(monkeypatch):
+    """Each set of compile-time constants takes seconds to compile, when somebody waits for an answer."""
+    constants = []
+
+    def record(*_, **options):
+        constants.append({name: value for name, value in options.items() if name.isupper() and name != "SPLITS"})
+
+    launch = MagicMock()
+    launch.__getitem__.return_value = record
+    for name in ("attention_kernel", "combine_kernel"):
+        monkeypatch.setattr(paged_attention, name, launch)
+    for rows in ([1], [1, 1, 1], [1] * 7, [3, 2], [4]):
+        batch, pages = causal_batch([200] * len(rows), rows, 16)
+        k, v = (poisoned_pool(batch, pages, 2, 32, seed=s) for s in (2, 3))
+        paged_attention.run_attention(
+            normal(batch, 8, 32), k, v, batch, 1.0, **paged_attention.dense_shape(batch, 2, 4) | {"splits": 1}
+        )
+    assert len(constants) == 5 and all(each == constants[0] for each in constants)
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "tree"])
