@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -50,7 +49,7 @@ def list_runs(root: str | Path = "runs", *, exported: bool = True) -> list[RunIn
     runs = []
     for record in sorted(Path(root).glob("*/run.json")):
         try:
-            run = _run_info(read_json(record), record)
+            run = run_info(record)
         except UserError as error:
             print(f"spec: a run is left out: {error}", file=sys.stderr)
             continue
@@ -65,7 +64,9 @@ def without_record(folder: str | Path) -> bool:
     return not (folder / "run.json").exists() and any((folder / name).exists() for name in _FIRST_FILES)
 
 
-def _run_info(values: dict[str, Any], record: Path) -> RunInfo:
+def run_info(record: Path) -> RunInfo:
+    """What a run's `run.json` says."""
+    values = read_json(record)
     try:
         best = values["best"]
         return RunInfo(
@@ -87,6 +88,8 @@ def resolve_draft(
     taps = default_taps(target.config.num_layers) if target.config.num_layers >= 7 else None
     if name == "eagle3":
         path, why = _by_target(target, Path(runs), weights)
+    elif (Path(name) / "run.json").is_file():
+        path, why = Path(name) / "draft", f"draft {name}: of the run that was named"
     elif Path(name).is_dir():
         path, why = Path(name), f"draft {name}: the directory that was named"
     elif "/" in name and not name.startswith((".", "/", "~")):

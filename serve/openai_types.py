@@ -144,6 +144,7 @@ class ContentPart(Typed):
 class FunctionCall(Strict):
     name: str
     arguments: str
+    parsed_arguments: Any = Field(None, exclude=True)  # the client's own: the arguments once more
 
 
 class ToolCall(Strict):
@@ -173,6 +174,7 @@ class Message(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = Field(None, exclude=True)  # the client's own, of its parse() and stream(): the content once more
 
     @model_validator(mode="before")
     @classmethod

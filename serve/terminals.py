@@ -36,6 +36,8 @@ def string_terminal(schema: Mapping[str, Any], *, strict: bool) -> str:
     """The body of the terminal for strings that fit. What has no support is left out, or with `strict` a UserError."""
     parts = []
     shortest, longest = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
+    if longest is not None and longest < shortest:
+        raise UserError(f"maxLength {longest} is below minLength {shortest}")
     if shortest or longest is not None:
         parts.append(f"/(?s:.{{{shortest},{'' if longest is None else longest}}})/")
     if schema.get("pattern") is not None:

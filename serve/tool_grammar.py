@@ -154,6 +154,8 @@ class _Values:
 
     def _array(self, schema: Mapping[str, Any], at_least: int = 0) -> str:
         least, most = max(count_of(schema, "minItems") or 0, at_least), count_of(schema, "maxItems")
+        if most is not None and most < least:
+            raise UserError(f"maxItems {most} is below minItems {least}")
         item = self._tagged("item", self._value(schema.get("items")))
         return self._rules.add(f"{item}{{{least},{'' if most is None else most}}}")
 
@@ -190,6 +192,10 @@ class _Values:
         return self._references[reference]
 
     def _target(self, reference: Any) -> Mapping[str, Any]:
+        if not str(reference).strip("#/"):
+            raise UserError(
+                f"$ref {json.dumps(reference)}, the whole schema, is not supported: name a part, #/$defs/..."
+            )
         target = reference_target(reference, self._root)
         if not isinstance(target, Mapping):
             raise UserError(f"$ref {json.dumps(reference)} leads nowhere within the schema")

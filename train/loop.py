@@ -177,6 +177,7 @@ class _Run:
             if self._due(step, self.config.eval.every):
                 display.stage("judging")
                 self._judge(step, judge, metrics, journal)
+                stopped = stopped or self._asked_to(stop, step)
             best_now = self.best is not None and self.best["step"] == step
             if self._due(step, self.config.checkpoint.every) or stopped or best_now or self._impatient():
                 self._save(step)
@@ -199,6 +200,8 @@ class _Run:
 
     def _resume(self) -> int:
         if self.checkpoint is None:
+            if self.rank == 0:
+                self.folder.cut_log(0)
             return 0
         state = self.engine.load(self.checkpoint)
         self.best, self.stale, self.tokens = state["best"], state["stale"], state["tokens"]

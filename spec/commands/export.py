@@ -50,18 +50,19 @@ def _export(draft: str, to: str, output: Path, target: str | None) -> None:
     from draft_model.export import export_draft, find_engine
     from draft_model.importing import read_draft
     from draft_model.model_card import model_card
-    from draft_model.resolve import without_record
+    from draft_model.resolve import run_info, without_record
     from target_model.errors import UserError
 
     engine = find_engine(to)
     if output.exists():
         raise UserError(f"{output} exists: name a new directory")
     folder = Path(draft) if Path(draft).is_dir() else Path("runs") / draft
-    record = read_json(folder / "run.json") if (folder / "run.json").is_file() else None
-    if without_record(folder) or (record is not None and not (folder / "draft").is_dir()):
+    path = folder / "run.json"
+    record, run = (read_json(path), run_info(path)) if path.is_file() else (None, None)
+    if (run is not None or without_record(folder)) and not (folder / "draft").is_dir():
         raise UserError(f"run {folder} has written no draft yet")
-    if record is not None:
-        source, name, known = folder / "draft", record["name"], record["target"]
+    if run is not None:
+        source, name, known = folder / "draft", record["name"], run.target
     elif draft == "eagle3":
         source, name, known = _by_target(target), f"{target}-eagle3", None
     elif folder.is_dir():

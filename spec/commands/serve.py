@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TYPES = ("float32", "bfloat16", "float16")
 TREE = typer.Option(
     help="Tree as depth,width,nodes (root counted; width 1 is a chain), or adaptive: measures this machine's costs at "
-    "the start and drafts as far as pays. Default: one that suits most."
+    "the start, when nothing else should run, and drafts as far as pays. Default: one that suits most."
 )
 TREE_FILE = typer.Option(help="A tree that spec tune tree wrote, instead of --tree.", dir_okay=False)
 SAMPLING = typer.Option(help="coupled (a seed gives one text, whatever is drafted) or rejection.")

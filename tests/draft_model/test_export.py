@@ -213,6 +213,14 @@ def test_a_run_by_its_name(tmp_path, monkeypatch, capsys):
     assert call(monkeypatch, capsys, "export", "mine", "--to", "hf", "--output", "out")[0] == 0
 
 
+def test_a_record_that_is_none(tmp_path, monkeypatch, capsys):
+    run = run_folder(tmp_path)
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(record | {"best": 5}))
+    code, _, error = call(monkeypatch, capsys, "export", str(run), "--to", "hf", "--output", str(tmp_path / "out"))
+    assert code == 2 and error.startswith(f"spec: {run / 'run.json'} is not the record of a training run")
+
+
 @pytest.mark.parametrize("recorded", [True, False])
 def test_a_run_that_has_no_draft_yet(tmp_path, monkeypatch, capsys, recorded):
     run = run_folder(tmp_path)

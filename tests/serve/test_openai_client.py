@@ -5,6 +5,7 @@ import json
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 from tests.serve.fake_engine import FakeEngine, saying, service, tokenizer
@@ -154,6 +155,25 @@ def test_tools_and_their_results(sync):
     ]
     history = [*USER, choice.message, *reversed(results)]
     assert sync.chat.completions.create(model="fake", messages=history).choices[0].message.content == "Hello number 0!"
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    days: int = 1
+
+
+def test_what_the_client_parsed_goes_back(sync):
+    """Its helpers add fields of their own to messages and calls, filled or not."""
+    tools = [openai.pydantic_function_tool(Weather, name="weather")]
+    with sync.chat.completions.stream(model="fake", messages=USER, tools=tools) as stream:
+        called = stream.get_final_completion().choices[0].message
+    with sync.chat.completions.stream(model="fake", messages=USER) as stream:
+        said = stream.get_final_completion().choices[0].message
+    assert called.tool_calls[0].function.parsed_arguments.city == "Paris" and "parsed" in said.model_dump()
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "warm"} for call in called.tool_calls]
+    for message in (called, called.model_dump()):
+        history = [*USER, said, *USER, message, *results]
+        assert sync.chat.completions.create(model="fake", messages=history).choices[0].message.content
 
 
 def test_streamed_tools(sync):
