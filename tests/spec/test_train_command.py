@@ -53,6 +53,8 @@ def test_a_run_that_is_stopped_says_where(monkeypatch, capfd, tmp_path, number, 
         os.kill(os.getpid(), number)
         if step is None:
             signal.pause()  # the interpreter runs the handler, which raises
+        while not stop(step):  # another thread may get the signal first
+            time.sleep(0.001)
         return loop.TrainResult(config.run_directory, config.run_directory, step, stop(step), None, {})
 
     before = signal.getsignal(number)
