@@ -137,9 +137,11 @@ def expected(chances: list[list[float]], shape: TreeConfig) -> list[float]:
 
 @dataclass
 class _Choice:
-    """A shape for these requests and limits, the steps that it stands for, and what each of them saves for probes."""
+    """A shape for these requests and this largest limit, the steps that it stands for, and what each of them saves for
+    probes.
+    """
 
-    asked: tuple[list[str], list[int]]
+    asked: tuple[list[str], int]
     shape: TreeConfig
     steps: int
     saved: float = 0.0
@@ -156,6 +158,7 @@ class Budget:
         self.width = max(shape.width for shape in self.shapes)
         self.overall = {kind: Record(self.depth, self.width) for kind in ("greedy", "sampled")}
         self.saved = 0.0  # seconds that a probe may cost
+        self._best = OFF
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
         self._chosen: _Choice | None = None
@@ -168,16 +171,18 @@ class Budget:
 
         For the same requests the choice stands for some steps: in a step of a small model it would take its share.
         """
-        asked = ids, [min(limit, self.depth) for limit in limits]
+        asked = ids, min(max(limits), self.depth)
         kept = self._chosen
         if kept is None or kept.asked != asked or not kept.steps:
-            kept = self._chosen = self._choice(asked, kinds, sum(contexts) // len(contexts), waiting)
+            kept = self._chosen = self._choice(asked, kinds, sum(contexts) // len(contexts), limits, waiting)
         kept.steps -= 1
         self.saved += kept.saved
         return kept.shape
 
-    def _choice(self, asked: tuple[list[str], list[int]], kinds: list[str], context: int, waiting: int) -> _Choice:
-        (ids, limits), batch = asked, len(kinds)
+    def _choice(
+        self, asked: tuple[list[str], int], kinds: list[str], context: int, limits: list[int], waiting: int
+    ) -> _Choice:
+        ids, batch = asked[0], len(kinds)
         for each, kind in zip(ids, kinds, strict=True):
             if each not in self._records:
                 self._records[each] = Record(self.depth, self.width, self.overall[kind])
@@ -194,7 +199,9 @@ class Budget:
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
 
-        best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape == OFF else 1))
+        # So much better has another shape to be than the one in use as well, since a change has its price.
+        favoured = OFF, self._best
+        best = self._best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape in favoured else 1))
 
         def loss(shape: TreeConfig) -> float:
             rows = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0

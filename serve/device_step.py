@@ -20,7 +20,9 @@ from torch import Tensor
 from draft_model.chosen_blocks import run_target
 from serve.budget import OFF
 from serve.drafter import Drafter, Roots
+from serve.graph_pool import GraphPool
 from serve.guesses import DeviceGuesses, Noise
+from serve.padded_passes import keep_page_taps
 from serve.request import Sequence
 from serve.sampling import RowSettings
 from serve.step_buffers import Ahead, Decided, Launched, Size, StepBuffers
@@ -38,7 +40,7 @@ Halves = tuple[Callable[[], None], Callable[[], None]]  # draft and verify
 class DeviceStep:
     """Steps of all sizes over one cache, whose last page must belong to nobody.
 
-    `graphs`: capture them; else every step runs operation by operation.
+    Without `pool` nothing is captured: every step runs operation by operation.
     """
 
     def __init__(
@@ -47,11 +49,11 @@ class DeviceStep:
         drafter: Drafter | None,
         cache: PagedCache,
         *,
-        graphs: bool,
+        pool: GraphPool | None,
         synthetic: SyntheticAcceptance | None = None,
     ):
         self.target, self.drafter, self.cache = target, drafter, cache
-        self.graphs, self.synthetic = graphs, synthetic
+        self._pool, self.synthetic = pool, synthetic
         self.taps = drafter.draft.config.taps if drafter else ()
         self.seconds = (0.0, 0.0)  # that the last step took to draft and to verify
         # What the last step was of; a request that has ended is not kept for it.
@@ -60,7 +62,6 @@ class DeviceStep:
         self._ahead: Ahead | None = None  # the next step, where it has been begun
         self._buffers: dict[tuple[int, int], StepBuffers] = {}
         self._halves: dict[Size, Halves] = {}
-        self._pool: tuple[int, int] | None = None
 
     def takes(self, sequences: list[Sequence]) -> bool:
         """Whether tensors say all about how these sequences' next tokens are chosen."""
@@ -91,7 +92,7 @@ class DeviceStep:
             self._take_back(ready.step)
         noise = Noise.of(sequence.params for sequence in sequences)
         widest = max(len(sequence.pages) for sequence in sequences)
-        size = Size.of(len(sequences), widest, shape, noise, padded=self.graphs)
+        size = Size.of(len(sequences), widest, shape, noise, padded=self._pool is not None)
         # Behind a plain step that is on its way the draft cannot have followed.
         drafting = shape != OFF and (rows is None or ready.step.size.shape != OFF)
         if drafting:
@@ -160,8 +161,9 @@ class DeviceStep:
         if self.synthetic:
             self.synthetic.settle(owed)
         if step.left is not None:
+            aux_R, choice_R = (None if each is None else each.split(1) for each in step.left)
             for sequence, row in zip(sequences, rows, strict=True):
-                self.drafter.hear(sequence, *step.left, slice(row, row + 1))
+                self.drafter.hear(sequence, aux_R[row], choice_R and choice_R[row])
         elif self.drafter:
             buffers.hand_over(sequences, rows)
         self.seconds = buffers.between(*step.drafted), buffers.between(*step.verified)
@@ -175,18 +177,10 @@ class DeviceStep:
 
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
         """The halves of all further steps of this size, when they have run once."""
-        if self.graphs:
-            draft = draft if size.shape == OFF else self._captured(draft, record_graph).replay
-            verify = partial(self.target.replay, self._captured(verify, self.target.make_graph))
+        if self._pool is not None:
+            draft = draft if size.shape == OFF else self._pool.record(draft, record_graph).replay
+            verify = partial(self.target.replay, self._pool.record(verify, self.target.make_graph))
         return draft, verify
-
-    def _captured(self, run: Callable[[], None], record: Callable[..., torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
-        """A graph of what has just run for the first time. All graphs take turns in one pool of memory: what outlives a
-        half lies in buffers outside of it.
-        """
-        graph = record(run, self._pool)
-        self._pool = graph.pool()
-        return graph
 
     def _draft(self, size: Size, buffers: StepBuffers) -> None:
         """Grows the trees."""
@@ -284,11 +278,7 @@ class DeviceStep:
         buffers.state_RH.copy_(state_TH[last_R])
         if blocks_TKN is not None:
             buffers.blocks_RKN.copy_(blocks_TKN[last_R])
-        # The taps of a page's last position are the features of the row behind it.
-        kept_RF = (slot_RF % size == 0) & (index_F <= kept_R1)
-        page_RF = table_RW.gather(1, (slot_RF // size - 1).clamp(min=0)).long()
-        page_RF = torch.where(kept_RF, page_RF, self.cache.num_pages)
-        drafter.page_taps[page_RF.flatten()] = aux_TA.to(drafter.page_taps.dtype)
+        keep_page_taps(drafter.page_taps, slot_RF, index_F <= kept_R1, table_RW, size, aux_TA)
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ candidates in a pool.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
+from serve.graph_pool import GraphPool
 from serve.guesses import Guesses, RequestGuesses
+from serve.padded_passes import Chunk, DraftPasses
 from serve.request import Sequence
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
@@ -61,6 +64,11 @@ class Drafter:
         # entry behind those of the pages takes what is not to be kept.
         taps = cache.num_pages + 1, config.num_aux * config.target_hidden_size
         self.page_taps = torch.zeros(taps, dtype=draft.dtype, device=device)
+        self.passes: DraftPasses | None = None  # for few rows, where steps stay on the device
+
+    def stay_on_device(self, pool: GraphPool | None) -> None:
+        """Few rows are padded and followed as CUDA graphs (without `pool`: operation by operation)."""
+        self.passes = DraftPasses(self.draft, self.cache, self.chosen, self.page_taps, pool)
 
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
@@ -70,51 +78,59 @@ class Drafter:
             # Its keys do not depend on what the row attends to, and as it is never a root nobody reads its state.
             sequence.choices = [self.chosen.nothing(self.page_taps.device)]
 
-    def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None, rows: slice | list[int]) -> None:
-        """Takes what the target left of newly decided positions, in these rows of a pass."""
-        sequence.taps.append(aux_TA[rows])
+    def hear(self, sequence: Sequence, aux_TA: Tensor, choice_TJN: Tensor | None) -> None:
+        """Takes what the target left of newly decided positions."""
+        sequence.taps.append(aux_TA)
         if choice_TJN is not None:
-            sequence.choices.append(choice_TJN[rows])
+            sequence.choices.append(choice_TJN)
 
+    @torch.inference_mode()
     def follow(self, sequences: list[Sequence]) -> None:
         """Computes the rows of decided tokens from the taps that the target has left, one row for each that is known.
 
         Whatever the draft had guessed in these slots is overwritten. The last row of each sequence is where its next
         tree grows from.
         """
-        rows = [(s, s.token_ids[s.draft_end : s.computed + 1]) for s in sequences]
-        rows = [(sequence, tokens) for sequence, tokens in rows if tokens]
-        if not rows:
+        behind = [s for s in sequences if s.draft_end < min(s.computed + 1, len(s.token_ids))]
+        if not behind:
             return
-        size, starts, taps, choices, edges = self.cache.page_size, [], [], [], []
-        row = 0
-        for sequence, tokens in rows:
-            start = sequence.draft_end
-            starts.append(start)
+        chunks, taps, choices = [], [], []
+        for sequence in behind:
+            tokens = sequence.token_ids[sequence.draft_end : sequence.computed + 1]
+            chunks.append(Chunk(tokens, sequence.draft_end, sequence.pages))
             now, sequence.taps = _take(sequence.taps, len(tokens))
             taps.append(now)
             if self.chosen is not None:
                 now, sequence.choices = _take(sequence.choices, len(tokens))
                 choices.append(now)
+        followed = self.passes and self.passes.run(chunks, taps, choices)
+        state_RH, blocks_RKN = followed or self._follow_unpadded(chunks, torch.cat(taps), choices)
+        for row, (sequence, chunk) in enumerate(zip(behind, chunks, strict=True)):
+            sequence.draft_end += len(chunk.tokens)
+            sequence.root_state = state_RH[row]
+            sequence.root_blocks = None if blocks_RKN is None else blocks_RKN[row]
+
+    def _follow_unpadded(
+        self, chunks: list[Chunk], aux_TA: Tensor, choices: list[Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The state of each chunk's last row, [R, H], and what it attends to, [R, K, N + 1] (None: all)."""
+        size, device, edges, row = self.cache.page_size, self.page_taps.device, [], 0
+        for chunk in chunks:
+            start, count = chunk.start, len(chunk.tokens)
             edges += [
-                (sequence.pages[slot // size - 1], row + slot - start)
-                for slot in range(-(-start // size) * size, start + len(tokens), size)
+                (chunk.pages[slot // size - 1], row + slot - start)
+                for slot in range(-(-start // size) * size, start + count, size)
             ]
-            sequence.draft_end += len(tokens)
-            row += len(tokens)
-        aux_TA = torch.cat(taps)
+            row += count
         if edges:
             pages, kept = zip(*edges, strict=True)
             self.page_taps[list(pages)] = aux_TA[list(kept)].to(self.page_taps.dtype)
-        tables = [sequence.pages for sequence, _ in rows]
-        batch = Batch.causal(size, self.page_taps.device, [tokens for _, tokens in rows], starts, tables)
+        tokens, starts, tables = zip(*((c.tokens, c.start, c.pages) for c in chunks), strict=True)
+        batch = Batch.causal(size, device, tokens, starts, tables)
         blocks_TKN = None if self.chosen is None else self.chosen.lists(torch.cat(choices), batch.positions)
         state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
-        end = 0
-        for sequence, tokens in rows:
-            end += len(tokens)
-            sequence.root_state = state_TH[end - 1]
-            sequence.root_blocks = None if blocks_TKN is None else blocks_TKN[end - 1]
+        last = [end - 1 for end in itertools.accumulate(map(len, tokens))]
+        return state_TH[last], None if blocks_TKN is None else blocks_TKN[last]
 
     def propose(
         self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig

@@ -15,7 +15,7 @@ from serve.drafter import Drafter
 from serve.image_rows import check_images
 from serve.pages import PageAllocator
 from serve.request import Completion, Request, SamplingParams, Sequence, StepRecord, Update
-from serve.runner import Outcome, Runner
+from serve.runner import Clock, Outcome, Runner
 from serve.scheduler import Limits, Scheduler
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig, Verified, step_slots
@@ -161,6 +161,13 @@ class Engine:
             for update in self.step():
                 collected[update.id].append(update)
         return [Completion.of(updates) for updates in collected.values()]
+
+    def start_over(self) -> None:
+        """Forgets what has been served: counts, cached pages and what was accepted."""
+        self.totals, self.runner.clock = EngineStats(), Clock()
+        self.scheduler.allocator.forget()
+        if self.budget:
+            self.budget = Budget(self.budget.table)
 
     def stats(self) -> dict[str, float | int | list[int]]:
         """Totals, the state of queue and cache, and seconds by part."""

@@ -13,10 +13,10 @@ from draft_model.quantised import draft_format, quantise_draft
 from draft_model.resolve import ResolvedDraft, resolve_draft
 from serve.budget import CostTable
 from serve.description import Description, describe, sampling_defaults
-from serve.engine import Engine, EngineStats
+from serve.engine import Engine
 from serve.measure import measure_costs
+from serve.padded_passes import ROWS
 from serve.request import SamplingParams
-from serve.runner import Clock
 from serve.tree import TreeConfig
 from serve.workers import TargetPlan, check_plan, lead_target
 from target_model.checkpoint import load_target
@@ -41,8 +41,8 @@ class EngineOptions:
     "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
     what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
     the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
-    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. warm_up: on a GPU,
-    compile and capture what a first request needs before anybody waits for it.
+    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. warm_up: where
+    steps stay on the device, compile and capture what requests of usual sizes need before anybody waits for it.
     dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
     others: see Engine.
     """
@@ -106,7 +106,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         draft_attention=options.draft_attention,
         device_step=options.device_step,
     )
-    if options.warm_up and torch.device(device).type == "cuda":
+    if options.warm_up and engine.runner.device_step:
         _warm_up(engine)
     source = f"{resolved.name}: {resolved.path if options.dummy is None else options.dummy}"
     lines = describe(engine, source, options.draft, chosen, processor is not None)
@@ -141,14 +141,20 @@ def _threads(target: ResolvedTarget, device: str, processes: int) -> int | None:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Answers a few tokens, greedy and sampled, and forgets that it did. Where not even that fits, nothing."""
-    limits, page = engine.scheduler.limits, engine.scheduler.page_size
-    prompt, tokens = [0] * min(page - 1, limits.context // 2), min(8, limits.context // 2)
-    if not prompt or len(prompt) + tokens + limits.scratch > engine.scheduler.allocator.total * page:
-        return
-    for temperature in (0.0, 1.0):
-        engine.generate([prompt], SamplingParams(temperature, 0.95, 40, max_tokens=tokens, ignore_eos=True))
-    engine.totals, engine.runner.clock = EngineStats(), Clock()
+    """Answers prompts of all sizes that are padded to, one that is too long for that, and a few at once, greedy and
+    sampled, as far as they fit; and forgets that it did.
+    """
+    limits, page, tokens, number = engine.scheduler.limits, engine.scheduler.page_size, 8, 0
+    pages = engine.scheduler.allocator.total
+    for lengths in (*((rows,) for rows in ROWS), (ROWS[-1] + 1,), (ROWS[0],) * 2, (ROWS[0],) * 8):
+        longest = lengths[0] + tokens
+        if longest > limits.context or len(lengths) * -(-(longest + limits.scratch) // page) > pages:
+            continue
+        for temperature in (0.0, 1.0):
+            prompts = [[number + index] * length for index, length in enumerate(lengths)]  # that share no page
+            number += len(lengths)
+            engine.generate(prompts, SamplingParams(temperature, 0.95, 40, max_tokens=tokens, ignore_eos=True))
+    engine.start_over()
 
 
 def _load(resolved: ResolvedTarget, options: EngineOptions, dtype: torch.dtype, device: str) -> TargetModel:

@@ -99,6 +99,14 @@ class PageAllocator:
             pages.append(page)
         return pages
 
+    def forget(self) -> None:
+        """Makes all cached pages free, as if nothing had ever been published or evicted."""
+        for page in self._cached:
+            del self._page_of[self._key_of.pop(page)]
+        self._free = sorted([*self._free, *self._cached], reverse=True)
+        self._cached.clear()
+        self.evictions = 0
+
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
         del self._page_of[self._key_of.pop(page)]

@@ -11,8 +11,10 @@ from torch import Tensor
 from draft_model.chosen_blocks import run_target
 from serve.device_step import DeviceStep
 from serve.drafter import Drafter
+from serve.graph_pool import GraphPool
 from serve.image_rows import ImageRows
 from serve.noise import gumbel, uniform, upcoming
+from serve.padded_passes import Chunk, TargetPasses
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
 from serve.synthetic import SyntheticAcceptance
@@ -76,22 +78,20 @@ class Runner:
         self.device = cache.k.device
         self.image_rows = ImageRows(target.vision) if target.vision is not None else None
         self.clock = Clock()
-        self.device_step = None
+        self.device_step = self.prompt_passes = None
         if device_step:
             # The references of the kernels wait for the device, which a graph cannot.
-            graphs = self.device.type == "cuda" and ops.override != "reference"
-            self.device_step = DeviceStep(target, drafter, cache, graphs=graphs, synthetic=synthetic)
+            pool = GraphPool() if self.device.type == "cuda" and ops.override != "reference" else None
+            self.device_step = DeviceStep(target, drafter, cache, pool=pool, synthetic=synthetic)
+            self.prompt_passes = TargetPasses(target, cache, self.taps, drafter and drafter.chosen, pool)
+            if drafter:
+                drafter.stay_on_device(pool)
 
     @torch.inference_mode()
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> list[Outcome | None]:
         """Computes the next `count` tokens of each sequence; an outcome where that ends a fresh prompt, else None."""
         started = time.perf_counter()
-        starts = [sequence.computed for sequence, _ in chunks]
-        tokens = [sequence.token_ids[sequence.computed : sequence.computed + count] for sequence, count in chunks]
-        batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, [s.pages for s, _ in chunks])
-        if self.image_rows is not None:
-            batch = self.image_rows.place(batch, chunks)
-        output, choice_TJN = self._run_target(batch)
+        output, choice_TJN = self._read(chunks)
         self._report_prompts(output.final_state, chunks)
         outcomes: list[Outcome | None] = [None] * len(chunks)
         complete, last_rows, row = [], [], 0
@@ -99,7 +99,7 @@ class Runner:
             if self.drafter:
                 if sequence.computed == sequence.draft_end:
                     self.drafter.resume(sequence)
-                self.drafter.hear(sequence, output.aux, choice_TJN, slice(row, row + count))
+                self._hear(sequence, output, choice_TJN, slice(row, row + count))
             sequence.computed += count
             row += count
             if sequence.computed == len(sequence.token_ids):
@@ -108,12 +108,14 @@ class Runner:
         if complete:
             logits = self.target.logits(output.final_state[last_rows])
             rows = [Row(chunks[index][0], ()) for index in complete]
-            choices = self._choose(logits, rows)
+            chosen_N = choose(logits, rows, self._eos)
+        if self.drafter:  # before the host waits for what has been chosen
+            self.drafter.follow([sequence for sequence, _ in chunks])
+        if complete:
+            choices = chosen_N.tolist()
             reported = self._logprobs(logits, rows, choices)
             for index, token, logprob in zip(complete, choices, reported, strict=True):
                 outcomes[index] = Outcome([token], [0], None if logprob is None else [logprob])
-        if self.drafter:
-            self.drafter.follow([sequence for sequence, _ in chunks])
         self.clock.prefill += time.perf_counter() - started
         return outcomes
 
@@ -142,7 +144,7 @@ class Runner:
             first = 0
             for sequence, tree, path in zip(sequences, trees, paths, strict=True):
                 rows = [first, *(first + node for node in path)]
-                self.drafter.hear(sequence, output.aux, choice_TJN, rows)
+                self._hear(sequence, output, choice_TJN, rows)
                 first += len(tree)
             # Without drafts nobody needs the draft's rows yet: they are computed together now and then.
             self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
@@ -179,7 +181,7 @@ class Runner:
         if self.rejection and any(not sequence.params.greedy for sequence in sequences):
             choices = self._choose_by_rejection(logits_TV, rows, trees)
         else:
-            choices = self._choose(logits_TV, rows)
+            choices = choose(logits_TV, rows, self._eos).tolist()
         outcomes, paths, first = [], [], 0
         for sequence, tree in zip(sequences, trees, strict=True):
             chosen = choices[first : first + len(tree)]
@@ -198,6 +200,24 @@ class Runner:
             padded = [path + [-1] * (longest - len(path)) for path in paths]
             self.cache.commit(batch, torch.tensor(padded, device=self.device))
         return outcomes, paths, output, choice_TJN
+
+    def _read(self, chunks: list[tuple[Sequence, int]]) -> tuple[TargetOutput, Tensor | None]:
+        """The target's pass over the next `count` tokens of each sequence."""
+        parts = [Chunk(s.token_ids[s.computed : s.computed + count], s.computed, s.pages) for s, count in chunks]
+        if self.prompt_passes and not any(sequence.request.images for sequence, _ in chunks):
+            output = self.prompt_passes.run(parts)
+            if output is not None:
+                return output
+        tokens, starts, tables = zip(*((part.tokens, part.start, part.pages) for part in parts), strict=True)
+        batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, tables)
+        if self.image_rows is not None:
+            batch = self.image_rows.place(batch, chunks)
+        return self._run_target(batch)
+
+    def _hear(
+        self, sequence: Sequence, output: TargetOutput, choice_TJN: Tensor | None, rows: slice | list[int]
+    ) -> None:
+        self.drafter.hear(sequence, output.aux[rows], None if choice_TJN is None else choice_TJN[rows])
 
     def _run_target(self, batch: Batch) -> tuple[TargetOutput, Tensor | None]:
         return run_target(self.target, batch, self.cache, self.taps, self.drafter.chosen if self.drafter else None)
@@ -225,9 +245,6 @@ class Runner:
         noise_RDV[sampled] = drawn
         return noise_RDV
 
-    def _choose(self, logits_NV: Tensor, rows: list[Row]) -> list[int]:
-        return choose(logits_NV, rows, self.target.config.eos_token_ids).tolist()
-
     def _choose_by_rejection(self, logits_NV: Tensor, rows: list[Row], trees: list[Tree]) -> list[int]:
         candidates = [tokens for tree in trees for tokens in tree.candidates()]
         width = max(1, *map(len, candidates))
@@ -235,9 +252,8 @@ class Runner:
         keys = list(zip(*keys, strict=True))
         noise_NV = gumbel(*keys, logits_NV.shape[1], self.device)
         drawn_NW = uniform(*keys, width, self.device)
-        eos = self.target.config.eos_token_ids
         candidate_NW = torch.tensor([tokens + [-1] * (width - len(tokens)) for tokens in candidates]).to(self.device)
-        return choose_by_rejection(logits_NV, rows, noise_NV, eos, candidate_NW, drawn_NW).tolist()
+        return choose_by_rejection(logits_NV, rows, noise_NV, self._eos, candidate_NW, drawn_NW).tolist()
 
     def _report_prompts(self, state_TH: Tensor, chunks: list[tuple[Sequence, int]]) -> None:
         """Notes what the target thought of the prompt tokens behind these rows, where that is asked for."""
@@ -268,3 +284,7 @@ class Runner:
             pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
             reported.append(TokenLogprob(token, logprobs_V[token].item(), pairs))
         return reported
+
+    @property
+    def _eos(self) -> tuple[int, ...]:
+        return self.target.config.eos_token_ids

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from serve.drafter import Drafter
 from serve.guesses import Noise
+from serve.padded_passes import padded_pages, padded_sequences
 from serve.request import Sequence
 from serve.sampling import Row, RowSettings
 from serve.tree import Tree, TreeConfig
@@ -43,8 +44,7 @@ class Size:
         """The smallest size that these fit in; as they are unless `padded`."""
         if not padded:
             return Size(sequences, pages, shape, noise)
-        step = 1 if sequences <= 4 else 4 if sequences <= 32 else 16
-        return Size(-(-sequences // step) * step, 1 << max(pages - 1, 7).bit_length(), shape, noise)
+        return Size(padded_sequences(sequences), padded_pages(pages), shape, noise)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -141,9 +141,11 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(sequences, *shape, dtype=dtype, device=device)
 
-        self._host_integers, self._integers = pair(len(_NOTHING[0]), sequences, dtype=torch.int64)
-        self._host_floats, self._floats = pair(len(_NOTHING[1]), sequences, dtype=torch.float32)
-        self.root_R, self.limit_R, *choosing = self._integers
+        # Rows begin at multiples of 16 bytes: other addresses would be other kernels.
+        padded = -(-sequences // 4) * 4
+        self._host_integers, self._integers = pair(len(_NOTHING[0]), padded, dtype=torch.int64)
+        self._host_floats, self._floats = pair(len(_NOTHING[1]), padded, dtype=torch.float32)
+        self.root_R, self.limit_R, *choosing = self._integers[:, :sequences]
         self.wanted_R = zeros()
         self._seed_R, self._choice_R, self.length_R, self._top_k_R = choosing
         self._host_table, self.table_RW = pair(sequences, pages, dtype=torch.int32)
@@ -171,7 +173,7 @@ class StepBuffers:
 
     def settings(self) -> RowSettings:
         """How the sequences' tokens are chosen."""
-        temperature_R, top_p_R, min_p_R = self._floats
+        temperature_R, top_p_R, min_p_R = self._floats[:, : len(self._written)]
         keys = self._seed_R, self._choice_R, self.length_R
         return RowSettings(temperature_R, self._top_k_R.int(), top_p_R, min_p_R, *keys)
 
@@ -184,7 +186,7 @@ class StepBuffers:
             row = Row(sequence, ())
             integers.append((sequence.token_ids[-1], limit, *row.integers))
             floats.append(row.floats)
-        padding = len(self._written) - len(sequences)
+        padding = self._floats.shape[1] - len(sequences)
         self._wait(self._loaded)
         self._host_integers.copy_(torch.tensor(integers + [_NOTHING[0]] * padding).T)
         self._host_floats.copy_(torch.tensor(floats + [_NOTHING[1]] * padding).T)

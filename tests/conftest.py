@@ -1,6 +1,7 @@
 """Settings of every test: no network, no telemetry, one thread; without a GPU Triton's kernels are interpreted."""
 
 import os
+import signal
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -13,6 +14,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+
+# A background job of a shell ignores Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if torch.cuda.is_available():
     del os.environ["TRITON_INTERPRET"]

@@ -147,13 +147,13 @@ def attend(
     return row_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride", "table_width", "list_width", "first_slot", "splits"])
 def attention_kernel(
     q,  # [T, Q, D], row stride q_stride, heads adjacent
     k_pool,  # [P, B, K, D]
     v_pool,  # [P, B, K, D]
-    out,  # [T, Q, D], or with SPLITS > 1 fp32 [SPLITS, T, Q, D]
-    lse,  # fp32 [SPLITS, T, Q]: log2 of the sum of exponentials
+    out,  # [T, Q, D], or with several splits fp32 [S, T, Q, D]
+    lse,  # fp32 [S, T, Q]: log2 of the sum of exponentials
     row_start,  # int32 [R + 1]
     committed,  # int32 [R], used with TREE
     slots,  # int64 [T], read without TREE
@@ -169,6 +169,7 @@ def attention_kernel(
     table_width,
     list_width,
     first_slot,
+    splits,
     scale,  # softmax scale * log2(e)
     UNION: tl.constexpr,
     TREE: tl.constexpr,
@@ -179,7 +180,7 @@ def attention_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,  # splits > 1
     FIRST: tl.constexpr,
     SCRATCH_CHOSEN: tl.constexpr,
     N: tl.constexpr,
@@ -187,11 +188,13 @@ def attention_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
-    split = tl.program_id(0) % SPLITS
-    head = (tl.program_id(0) // SPLITS) % HEADS
-    tile = tl.program_id(0) // (SPLITS * HEADS)
+    if not SPLIT:
+        splits = 1
+    split = tl.program_id(0) % splits
+    head = (tl.program_id(0) // splits) % HEADS
+    tile = tl.program_id(0) // (splits * HEADS)
     if not UNION and not TREE:
-        tile = tl.num_programs(0) // (SPLITS * HEADS) - 1 - tile  # the longest first: no long one runs on alone
+        tile = tl.num_programs(0) // (splits * HEADS) - 1 - tile  # the longest first: no long one runs on alone
     r = tl.program_id(1)
     start, count = sequence_rows(row_start, r, False)
     if tile * BLOCK_T >= count:
@@ -216,7 +219,7 @@ def attention_kernel(
     at_tile = (start // BLOCK_T + r + tile) * HEADS + head
     list_at = at_tile.to(tl.int64) * list_width
     total, full = key_tiles(union, union_count + at_tile, list_at, lowest, highest, UNION, FIRST, PAGE, BLOCK_N)
-    low, middle, high = split_range(split, tl.cdiv(total, SPLITS), total, full)
+    low, middle, high = split_range(split, tl.cdiv(total, splits), total, full)
 
     row_max, row_sum, acc = softmax_start(BLOCK_M, D)
     row_max, row_sum, acc = attend(
@@ -228,7 +231,7 @@ def attention_kernel(
         row_ok, scale, row_max, row_sum, acc, True, UNION, FIRST, HEADS, GROUP, D, PAGE, BLOCK_M, BLOCK_N, UPCAST,
     )  # fmt: skip
     if TREE:
-        if split == SPLITS - 1:
+        if split == splits - 1:
             bits = tl.load(ancestors + row, mask=row_ok, other=0)
             scores, v = scratch_tile(k_pool, v_pool, q_tile, bits, choice, position, table, known, row, row_ok, start,
                                      count, head, N, SCRATCH_CHOSEN, HEADS, D, PAGE, UPCAST)  # fmt: skip
@@ -237,7 +240,7 @@ def attention_kernel(
     store_result(out, lse, at, row_max, row_sum, acc, row_ok, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def combine_kernel(
     partial,  # fp32 [S, T * Q, D]
     lse,  # fp32 [S, T * Q]: log2 of each part's sum; -inf: the part is empty and not read

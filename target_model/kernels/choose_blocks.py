@@ -41,7 +41,7 @@ def forced_blocks(b, own, init_blocks, local_blocks):
     return ((b > own - local_blocks) | (b < init_blocks)) & (b <= own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def choose_kernel(
     scores,  # fp32 [T, J, blocks]
     scratch,  # fp32 [T, J, SPAN], read with TREE

@@ -23,7 +23,7 @@ from target_model.kernels.common import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def commit_kernel(
     k,  # [L, P, B, K * D] in words
     v,  # same

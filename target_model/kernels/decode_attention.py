@@ -96,7 +96,7 @@ def attend_tiles(
     return row_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def decode_kernel(
     q,  # [T, Q, D], row stride q_stride, heads adjacent
     k_pool,  # [P, B, K, D]

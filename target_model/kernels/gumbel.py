@@ -41,7 +41,7 @@ def noise_tile(seed, choice, position, words):
     return gumbel_of(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * words.shape[0]]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def gumbel_kernel(
     seeds,  # int64 [R]
     choices,  # int64 [R]

@@ -17,7 +17,7 @@ from target_model.kernels.common import begin, widen
 from target_model.kernels.moe_widen import arrange, prefetch, prefetch_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def logits_kernel(
     x,  # [T, H]
     gate,  # fp32 [E, H]
@@ -54,7 +54,7 @@ def logits_kernel(
     tl.store(to, acc, mask=(t < rows)[:, None] & (e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def route_kernel(
     partial,  # fp32 [SPLITS, T, E]
     bias,  # fp32 [E]
@@ -101,7 +101,7 @@ def ids_of(experts, pair, pairs, E: tl.constexpr, N: tl.constexpr, SHARED: tl.co
         return tl.load(experts + pair, mask=pair < pairs, other=E).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def plan_kernel(
     experts,  # int64 [T, N]
     order,  # int32 [tiles * BLOCK_M] pair of each place, -1: empty

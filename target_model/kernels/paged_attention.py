@@ -78,9 +78,9 @@ def run_attention(
         q_TQD, k_pool_PBKD, v_pool_PBKD, partial, lse, batch.row_start, batch.committed, batch.slots,
         batch.positions, batch.block_table, unused if batch.ancestors is None else batch.ancestors, choice, lists,
         list_rows, list_count, rows * heads, q_TQD.stride(0), batch.block_table.shape[1], lists.shape[-1], first_slot,
-        scale * LOG2_E, UNION=union is not None, TREE=batch.ancestors is not None, HEADS=kv_heads, GROUP=group, D=dim,
-        PAGE=batch.page_size, BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
-        BLOCK_N=min(batch.page_size, block_n), SPLITS=splits, FIRST=first_slot > 0,
+        splits, scale * LOG2_E, UNION=union is not None, TREE=batch.ancestors is not None, HEADS=kv_heads,
+        GROUP=group, D=dim, PAGE=batch.page_size, BLOCK_T=block_t, BLOCK_M=max(16, block_t * group),
+        BLOCK_N=min(batch.page_size, block_n), SPLIT=splits > 1, FIRST=first_slot > 0,
         SCRATCH_CHOSEN=scratch_chosen, N=choice.shape[-1] if scratch_chosen else 1, UPCAST=INTERPRETED, PDL=PDL,
         **launch_options(num_warps, num_stages, registers),
     )  # fmt: skip

@@ -64,7 +64,7 @@ def load_keys(n, share, seeds, choices, positions):
     return tl.load(seeds + n // share), tl.load(choices + n // share), tl.load(positions + n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def first_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [R]
@@ -143,7 +143,7 @@ def choose_among(
     return winner, low, tl.where(missing, ties, 0) == 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def decide_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [R]
@@ -202,7 +202,7 @@ def decide_kernel(
     tl.store(bounds + n, bound)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def check_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [R]
@@ -234,7 +234,7 @@ def check_kernel(
         tl.store(masses + to, mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["share"])
 def last_kernel(
     logits,  # [N, V]
     temperatures,  # fp32 [R]

@@ -139,7 +139,8 @@ def choose(
     choose_kernel[(rows * heads,)](
         scores_TJC, scratch_TJS, batch.row_start, batch.committed, batch.positions, chosen, blocks, batch.num_sequences,
         init_blocks, local_blocks, TREE=batch.ancestors is not None, J=heads, PAGE=batch.page_size, N=top_k,
-        BLOCKS=width, GROUPS=groups, SPAN=scratch_TJS.shape[2], SEQUENCES=power_of_two(batch.num_sequences), PDL=PDL,
+        BLOCKS=width, GROUPS=groups, SPAN=scratch_TJS.shape[2], SEQUENCES=max(32, power_of_two(batch.num_sequences)),
+        PDL=PDL,
         **launch_options(1 if rows * heads > 512 and width <= 1024 else 4, 1),
     )  # fmt: skip
     return chosen

@@ -145,6 +145,7 @@ def use_drafter(engine: Engine, drafter: Drafter) -> None:
     engine.runner.drafter = drafter
     if engine.runner.device_step is not None:
         engine.runner.device_step.drafter = drafter
+        drafter.stay_on_device(None)
 
 
 def prompts(lengths: Iterable[int], seed: int = 3, vocab: int = 300) -> list[list[int]]:

@@ -2,6 +2,8 @@
 never a different answer.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from serve.budget import OFF, Budget, Cost, CostTable, Record, expected
@@ -129,6 +131,45 @@ def test_sampled_requests_do_not_suffer_from_greedy_ones():
     assert greedy > 2 and sampled < 0.5
 
 
+def test_a_choice_stands_for_some_steps(monkeypatch):
+    """Until others join, or nobody can take as many drafted tokens; that one of several cannot does not matter."""
+    budget = Budget(CHEAP)
+    for name in ("a", "b"):
+        budget.choose([name], ["greedy"], [64], [8])
+        for _ in range(4):  # nothing is left to look at
+            budget.learn(name, Tree([0, 1], [-1, 0]), [1])
+    choices, choose = [], budget._choice
+    monkeypatch.setattr(budget, "_choice", lambda *asked: choices.append(asked[0]) or choose(*asked))
+
+    def steps(ids, limits):
+        before = len(choices)
+        for limit in limits:
+            budget.choose(ids, ["greedy"] * len(ids), [64] * len(ids), limit)
+        return len(choices) - before
+
+    assert steps(["a", "b"], [[left, 50] for left in range(8, 0, -1)]) == 1
+    assert steps(["a", "b"], [[50, 50]]) == 1
+    assert steps(["a"], [[50], [50]]) == 1
+    assert steps(["a"], [[left] for left in range(budget.depth, 0, -1)]) == budget.depth - 1
+    budget.forget("a")
+    assert steps(["a"], [[1]]) == 1
+
+
+@pytest.mark.parametrize(("faster", "changes"), [(1.02, False), (1.05, True)])
+def test_a_shape_in_use_is_kept_while_another_is_hardly_better(faster, changes):
+    budget, other = Budget(CHEAP), TreeConfig.chain(1)
+    budget.choose(["a"], ["greedy"], [64], [8])
+    for _ in range(40):
+        budget.learn("a", Tree([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4]), [1, 2, 3])
+        best = budget.choose(["a"], ["greedy"], [64], [8])
+    speeds = {shape: (1 + sum(budget._outlook("a")[shape])) / CHEAP.seconds(shape, 1, 64) for shape in CHEAP.shapes}
+    assert best not in (OFF, other) and speeds[best] == max(speeds.values())
+    ratio = speeds[other] / (faster * speeds[best])
+    costs = [replace(c, verify=ratio * (c.draft + c.verify) - c.draft) if c.shape == other else c for c in CHEAP.costs]
+    budget.table, budget._chosen, budget.saved = CostTable(tuple(costs)), None, 0.0
+    assert (budget.choose(["a"], ["greedy"], [64], [8]) == other) == changes
+
+
 def test_rows_that_wait_speak_against_drafting():
     """Of two tables where a chain of 3 is worth its cost, one has dear rows of the draft: then whoever has not drafted
     for long, or keeps many tokens, goes on without.
@@ -177,6 +218,14 @@ def test_expected_tokens_of_a_shape():
         sum(expected(Record(4, 3).chances(), shape)) for shape in (TreeConfig(4, 3, 12), TreeConfig.chain(3))
     )
     assert wide > narrow
+
+
+def test_an_engine_that_starts_over_has_met_nobody(target, answers):
+    engine = scripted_engine(target, answers, TreeConfig.chain(3), costs=CHEAP)
+    engine.generate(BATCH[:2], GREEDY)
+    assert engine.budget.overall["greedy"].steps > 0
+    engine.start_over()
+    assert engine.budget.overall["greedy"].steps == 0 and engine.budget.table is CHEAP
 
 
 def test_costs_between_and_beyond_what_was_measured():

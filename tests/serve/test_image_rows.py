@@ -52,17 +52,19 @@ def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def test_accepted_tokens_behind_images(target: TargetModel, processor: VisionProcessor):
+@pytest.mark.parametrize("device_step", [False, True])
+def test_accepted_tokens_behind_images(target: TargetModel, processor: VisionProcessor, device_step: bool):
     """With a draft that is right most of the time, so that much is accepted."""
     prompts = [shown(processor, seed) for seed in range(3)]
     requests = [Request(str(place), ids, greedy(40), images=spans) for place, (ids, spans) in enumerate(prompts)]
     plain = [answers(Engine(target, pages=64), [request])[0] for request in requests]
+    settings = {"pages": 64, "prefill_tokens": 17, "device_step": device_step}
     assert len({tuple(answer.token_ids) for answer in plain}) > 1
     # The script knows prompts by their ids, which are the same: the images alone tell these apart.
     assert len({tuple(ids) for ids, _ in prompts}) == 1
     for request, expected in zip(requests, plain, strict=True):
         script = {tuple(request.prompt_ids): expected.token_ids}
-        engine = scripted_engine(target, script, TreeConfig(4, 3, 12), agreement=0.8, pages=64, prefill_tokens=17)
+        engine = scripted_engine(target, script, TreeConfig(4, 3, 12), agreement=0.8, **settings)
         found = answers(engine, [request])[0]
         assert found.token_ids == expected.token_ids
         assert sum(step.accepted for step in found.steps) > 15

@@ -1,6 +1,7 @@
 """From names to an engine, and what is refused on the way."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from draft_model.checkpoint import save_draft
 from serve.description import SamplingDefaults, usable_context
 from serve.load import EngineOptions, load_engine
+from serve.padded_passes import ROWS
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
 from target_model.errors import UserError
@@ -78,3 +80,24 @@ def test_a_checkpoint_that_does_not_sample(tmp_path):
     )
     assert description.defaults == SamplingDefaults(temperature=0.0)
     assert tokenizer.eos_ids == (2,)
+
+
+def test_a_warm_engine_has_forgotten(tiny):
+    """Prompts of all padded sizes have been read, and nothing is left of them."""
+    options = EngineOptions(context=1024, pages=200, device="cpu", device_step=True)
+    warm, _, _ = load_engine(replace(options, warm_up=True))
+    fresh, _, _ = load_engine(options)
+    assert {size.rows for size in warm.runner.prompt_passes.passes.rows} == set(ROWS)
+    assert {size.sequences for size in warm.runner.prompt_passes.passes.rows} == {1, 2, 8}
+    assert warm.stats() == fresh.stats()
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=10)
+    prompt = [1] * 60  # what a size was tried with
+    assert warm.generate([prompt], params) == fresh.generate([prompt], params)
+    assert warm.stats()["pages_cached"] == fresh.stats()["pages_cached"] > 0
+
+
+@pytest.mark.parametrize(("pages", "read"), [(1, set()), (3, {16, 32})])
+def test_a_small_cache_is_warmed_as_far_as_it_goes(pages, read):
+    options = EngineOptions(draft=None, pages=pages, device="cpu", device_step=True, warm_up=True)
+    engine, _, _ = load_engine(options)
+    assert {size.rows for size in engine.runner.prompt_passes.passes.rows} == read

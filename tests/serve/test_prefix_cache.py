@@ -204,3 +204,20 @@ def test_allocator_evicts_the_least_recently_used_leaf_first():
     assert [allocator.holds(key) for key in (b"a0", b"a1", b"b0", b"b1")] == [True, False, False, False]
     assert allocator.take_prefix([b"a0", b"a1"]) == chains["a"][:1]
     assert (allocator.free, allocator.used, allocator.cached) == (0, 6, 0)
+
+
+def test_an_allocator_that_forgets_begins_anew():
+    """It hands out the same pages as a new one, and keeps those that are in use."""
+    allocator = PageAllocator(6)
+    held = allocator.allocate(1)
+    for name in "abc":
+        pages = allocator.allocate(2)
+        allocator.publish(pages[1], name.encode())
+        allocator.release(pages)
+    assert (allocator.free, allocator.used, allocator.cached) == (2, 1, 3)
+    allocator.forget()
+    assert (allocator.free, allocator.used, allocator.cached, allocator.evictions) == (5, 1, 0, 0)
+    assert not any(allocator.holds(key) for key in (b"a", b"b", b"c"))
+    allocator.release(held)
+    allocator.forget()
+    assert allocator.allocate(6) == PageAllocator(6).allocate(6)

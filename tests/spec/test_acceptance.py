@@ -223,15 +223,15 @@ def test_a_result_that_cannot_be_written_is_refused_before_measuring(monkeypatch
 
 def test_against_plain_fails_when_a_greedy_answer_differs(monkeypatch, capsys, untrained_draft):
     """A target that answers otherwise when it verifies a tree."""
-    from serve.runner import Runner
+    from serve import runner
 
-    honest = Runner._choose
+    honest = runner.choose
 
-    def choose(self, logits, rows):
-        chosen = honest(self, logits, rows)
-        return chosen if len(rows) == 1 else [(token + 1) % 4096 for token in chosen]
+    def choose(logits, rows, eos):
+        chosen = honest(logits, rows, eos)
+        return chosen if len(rows) == 1 else (chosen + 1) % 4096
 
-    monkeypatch.setattr(Runner, "_choose", choose)
+    monkeypatch.setattr(runner, "choose", choose)
     line = f"spec bench acceptance --draft {untrained_draft} --suite humaneval --prompts 1 --tokens 6"
     line += " --chain 2 --tree none"
     for ending, code in ((["--against", "plain"], 1), ([], None), (["--against", "other"], 2)):

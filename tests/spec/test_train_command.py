@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -50,11 +51,7 @@ def test_a_run_that_is_stopped_says_where(monkeypatch, capfd, tmp_path, number, 
     def stopped(config, *, stop, **_):
         if step is not None:
             assert not stop(step - 1)
-        os.kill(os.getpid(), number)
-        if step is None:
-            signal.pause()  # the interpreter runs the handler, which raises
-        while not stop(step):  # another thread may get the signal first
-            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, number)  # else another thread may get it first
         return loop.TrainResult(config.run_directory, config.run_directory, step, stop(step), None, {})
 
     before = signal.getsignal(number)
