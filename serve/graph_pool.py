@@ -12,7 +12,7 @@ class GraphPool:
         self._memory: tuple[int, int] | None = None
 
     def record(self, run: Callable[[], None], record: Callable[..., torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
-        """A graph of what has just run for the first time, by `record_graph` or a target's `make_graph`."""
+        """A graph of what has run before, by `record_graph` or a target's `make_graph`."""
         graph = record(run, self._memory)
         self._memory = graph.pool()
         return graph

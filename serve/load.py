@@ -141,8 +141,8 @@ def _threads(target: ResolvedTarget, device: str, processes: int) -> int | None:
 
 
 def _warm_up(engine: Engine) -> None:
-    """Answers prompts of all sizes that are padded to, one that is too long for that, and a few at once, greedy and
-    sampled, as far as they fit; and forgets that it did.
+    """Answers prompts of all sizes that are padded to, one that is too long for that, and a few at once, as far as they
+    fit, greedy and sampled: each size is met twice. Then forgets that it did.
     """
     limits, page, tokens, number = engine.scheduler.limits, engine.scheduler.page_size, 8, 0
     pages = engine.scheduler.allocator.total

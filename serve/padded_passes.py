@@ -1,5 +1,5 @@
 """Passes over a few hundred rows of prompts, padded to few sizes: on CUDA each is a graph, captured when its size is
-first met, since so few rows are computed before the host has launched their kernels. On a CPU the same operations run
+met again, since so few rows are computed before the host has launched their kernels. On a CPU the same operations run
 one by one.
 
 A padded row lies behind its sequence's own rows, in a slot that is written anew before anything reads it; a padded
@@ -115,6 +115,7 @@ class Passes:
         self._cache, self._compute, self._pool = cache, compute, pool
         self._make_graph, self._replay = make_graph, replay
         self.rows: dict[PassSize, PaddedRows] = {}  # of all sizes that have been met
+        self._computed: set[PassSize] = set()
         self._graphs: dict[PassSize, Graph] = {}
 
     def loaded(self, chunks: Sequence[Chunk]) -> PaddedRows | None:
@@ -128,13 +129,15 @@ class Passes:
         return self.rows[size]
 
     def run(self, rows: PaddedRows) -> None:
-        """Over what has been loaded; a graph of it is made the first time."""
-        if rows.size in self._graphs:
-            self._replay(self._graphs[rows.size])
+        """Over what has been loaded; the second time as a graph, which many a size is never worth."""
+        size = rows.size
+        if self._pool is None or size not in self._computed:
+            self._compute(rows)
+            self._computed.add(size)
             return
-        self._compute(rows)
-        if self._pool is not None:
-            self._graphs[rows.size] = self._pool.record(partial(self._compute, rows), self._make_graph)
+        if size not in self._graphs:
+            self._graphs[size] = self._pool.record(partial(self._compute, rows), self._make_graph)
+        self._replay(self._graphs[size])
 
 
 class TargetPasses:

@@ -105,7 +105,7 @@ def test_every_token_is_the_targets_choice(pair, tree, settings):
 
 @torch.inference_mode()
 def test_graphs_read_prompts_of_all_sizes(pair):
-    """The first pass of a size is captured, the others are replayed: both find what unpadded passes find."""
+    """The second pass of a size is captured, the next one replayed: all find what unpadded passes find."""
     chance, vocab, page, pages = random.Random(7), pair.target.config.vocab_size, pair.target.config.block_size, 100
     runner = Engine(pair.target, pair.draft, TreeConfig.chain(3), pages=pages, device_step=True).runner
     other = Engine(pair.target, pair.draft, TreeConfig.chain(3), pages=pages, device_step=False).runner

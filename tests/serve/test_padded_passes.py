@@ -10,7 +10,7 @@ import torch
 from draft_model.chosen_blocks import ChosenBlocks, run_target
 from serve.drafter import Drafter
 from serve.engine import Engine
-from serve.padded_passes import ROWS, Chunk, PaddedRows, PassSize, TargetPasses
+from serve.padded_passes import ROWS, Chunk, PaddedRows, Passes, PassSize, TargetPasses
 from serve.request import SamplingParams
 from serve.tree import TreeConfig
 from target_model.batch import Batch
@@ -143,6 +143,23 @@ def test_what_a_pass_found_is_kept(target):
             before = [each.clone() for each in found[0]]
     assert all(torch.equal(each, was) for each, was in zip(found[0], before, strict=True))
     assert not any(torch.equal(each, other) for each, other in zip(found[0][:2], found[1][:2], strict=True))
+
+
+def test_a_size_is_captured_when_it_is_met_again(target):
+    did = []
+
+    class Pool:
+        def record(self, run, record):
+            did.append(f"captured by {record}")
+            return run
+
+    passes = Passes(
+        target.make_cache(PAGES + 1), lambda rows: did.append(rows.size.rows), Pool(), "make_graph", lambda run: run()
+    )
+    for count in (3, 20, 4, 5, 40, 20):
+        passes.run(passes.loaded([Chunk([0] * count, 0, [0] * 6)]))
+    captured = "captured by make_graph"
+    assert did == [16, 32, captured, 16, 16, 64, captured, 32]
 
 
 def test_sizes():
