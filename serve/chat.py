@@ -21,7 +21,7 @@ from serve.service import Service
 from serve.tool_calls import CallStart
 from target_model.errors import UserError
 
-_LOGGED = {"user", "safety_identifier", "metadata"}
+_LOGGED = {"user", "safety_identifier", "prompt_cache_key", "metadata"}
 
 
 async def create_chat(http: HttpRequest, service: Service) -> Response:

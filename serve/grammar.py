@@ -78,7 +78,7 @@ class GrammarCompiler:
         special, rules = self._tokenizer.special, Rules()
         parts = []
         if schema is not None:
-            parts.append(rules.add(f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS})}"))
+            parts.append(rules.add(_json_rule(schema)))
         if tools:
             if NAMESPACE not in special:
                 raise UserError(f"tools: the tokenizer has no token {NAMESPACE!r}, with which calls begin")
@@ -86,10 +86,10 @@ class GrammarCompiler:
                 parts.append(tool_calls_rule(rules, tools, special[NAMESPACE], several=several))
             except RecursionError:
                 raise UserError("the schema is nested too deeply") from None
-        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(rules.lark(" | ".join(parts))), log_level=0)
-        error = matcher.get_error() or _trial(matcher.deep_copy())
-        if error:
-            raise UserError(_reason(error))
+        matcher = self._matcher(rules.lark(" | ".join(parts)))
+        for function in (tool["function"] for tool in tools):
+            if function.get("strict"):  # what the rules pass over is to be a schema that can be kept, too
+                self._matcher(Rules().lark(_json_rule(function.get("parameters") or {})))
         after_prompt: Phase = "waiting" if waits else "grammar"
         return Grammar(
             matcher,
@@ -102,6 +102,13 @@ class GrammarCompiler:
             self._outside if not waits else {"broken": self._outside["broken"]},
             -(-self._vocab_size // 32),
         )
+
+    def _matcher(self, lark: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(lark), log_level=0)
+        error = matcher.get_error() or _trial(matcher.deep_copy())
+        if error:
+            raise UserError(_reason(error))
+        return matcher
 
     def _outside_words(self) -> dict[Phase, Tensor]:
         """Reasoning is any text and has to end, an answer that may choose begins with one of the marks, and one that
@@ -220,6 +227,10 @@ class _Vocabulary:
 
     def __call__(self, text: bytes) -> list[int]:
         return self._tokenizer.encode(text.decode())
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _SEPARATORS})}"
 
 
 def _words(allowed: set[int], vocab_size: int) -> Tensor:

@@ -56,7 +56,7 @@ class SamplingFields(Strict):
     user: str | None = None  # goes into the log
 
     # Ours.
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # 0 is off, and so is -1, as other servers have it
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -208,9 +208,20 @@ class ChatRequest(SamplingFields, AnswerForm):
     reasoning_effort: Literal["none"] | None = None
     metadata: dict[str, str] | None = None  # goes into the log
     safety_identifier: str | None = None  # goes into the log
+    prompt_cache_key: str | None = None  # as well: prefixes are found without it
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Literal[False] | None = None
+    verbosity: Literal["medium"] | None = None
+    # Not served; some clients send all fields that there are.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    web_search_options: None = None
     thinking_mode: Literal["enabled", "disabled", "adaptive"] | None = None  # ours
     chat_template_kwargs: TemplateOptions | None = None
     draft_tokens: bool = False  # ours: every choice of a stream's chunks has `draft_tokens`, see serve/draft_tokens.py

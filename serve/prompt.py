@@ -169,6 +169,8 @@ def sampling_params(
         + ("frequency_penalty", "min_tokens")
         if (value := getattr(request, name)) is not None
     }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
     defaults = {name: getattr(service.defaults, name) for name in ("temperature", "top_p", "top_k")}
     try:
         params = SamplingParams(

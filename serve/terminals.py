@@ -29,6 +29,7 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
 }
 # In the library's errors: the regex, a line that points into it, and what is wrong with it.
+_LENGTHS = re.compile(r"\(\?s:\.\{\d*,\d*\}\)")
 _BAD_REGEX = re.compile(r"regex parse error:\n +(.*)\n.*\nerror: (.*)")
 
 
@@ -61,6 +62,8 @@ def count_of(schema: Mapping[str, Any], keyword: str) -> int | None:
 def regex_fault(message: str) -> str | None:
     """The library's error as a sentence, None if it is not about a regex."""
     found = _BAD_REGEX.search(message)
+    if found and _LENGTHS.fullmatch(found[1]):
+        return "minLength or maxLength is too large"
     return found and f"pattern {json.dumps(found[1])} cannot be compiled: {found[2]}"
 
 

@@ -245,11 +245,28 @@ def test_strict_arguments_read_back_as_the_schema_says(name):
         ({"type": "string", "minLength": -1}, "minLength"),
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
         ({"type": "object", "properties": {"a>b": {}}}, "name of an argument"),
+        ({"type": "string", "pattern": 1}, "string for 'pattern'"),
+        ({"type": "object", "properties": None}, "properties"),
+        ({"type": "string", "pattern": "^abc$", "maxLength": 2}, "unsatisfiable"),
+        ({"type": "string", "maxLength": 10**12}, "^minLength or maxLength is too large$"),
     ],
 )
 def test_a_strict_schema_that_cannot_be_kept_is_refused(schema, words):
     with pytest.raises(UserError, match=words):
         COMPILER.compile(None, [field(schema)], "disabled")
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "string", "pattern": 1}, "string for 'pattern'"),
+        ({"type": "string", "pattern": "^abc$", "maxLength": 2}, "unsatisfiable"),
+        ({"type": "string", "minLength": 10**12}, "^minLength or maxLength is too large$"),
+    ],
+)
+def test_an_answers_schema_that_cannot_be_kept_is_refused(schema, words):
+    with pytest.raises(UserError, match=words):
+        COMPILER.compile({"type": "object", "properties": {"v": schema}, "required": ["v"]}, [], "disabled")
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ CHAT = BOTH | {
     "moderation": [refused({"model": "x"})],
     "parallel_tool_calls": [works(True), works(False, tools=TOOLS)],
     "prediction": [refused({"type": "content", "content": "x"})],
-    "prompt_cache_key": [refused("k")],
+    "prompt_cache_key": [works("k")],
     "prompt_cache_options": [refused({"mode": "explicit"})],
     "prompt_cache_retention": [refused("24h")],
     "reasoning_effort": [works("none"), refused("high")],
@@ -65,7 +65,7 @@ CHAT = BOTH | {
     + [refused({"type": "custom", "custom": {"name": "f"}}, "tool_choice.type")],
     "tools": [works(TOOLS), refused([{"type": "custom", "custom": {"name": "f"}}], "tools[0].type")],
     "top_logprobs": [works(2, ("logprobs", 2), logprobs=True)],
-    "verbosity": [refused("low")],
+    "verbosity": [refused("low"), works("medium")],
     "web_search_options": [refused({})],
 }
 COMPLETIONS = BOTH | {
@@ -154,6 +154,16 @@ def test_completions(client, name):
         check(client, client[0].completions.create, body, case, name)
 
 
+def test_null_is_not_given(client):
+    """Some clients send all fields that there are."""
+    for create, body, required in (
+        (client[0].chat.completions.create, {"messages": MESSAGES}, CHAT),
+        (client[0].completions.create, {"prompt": "x"}, COMPLETIONS),
+    ):
+        nulls = dict.fromkeys(set(required) - set(body) - {"model"})
+        assert create(model="fake", **body, extra_body=nulls).choices
+
+
 @pytest.mark.parametrize("name", [*MESSAGE_CASES, *PART_CASES])
 def test_messages(client, name):
     case = MESSAGE_CASES.get(name) or PART_CASES[name]
@@ -170,6 +180,8 @@ def test_fields_of_ours(client):
         (client[0].chat.completions.create, {"messages": MESSAGES}),
         (client[0].completions.create, {"prompt": "x"}),
     ):
+        create(model="fake", extra_body={"top_k": -1}, **body)
+        assert client[1].seen[-1].params.top_k == 0
         create(model="fake", max_tokens=5, extra_body=extra, **body)
         request = client[1].seen[-1]
         assert {name: getattr(request.params, name) for name in params} == params
