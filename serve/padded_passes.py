@@ -25,6 +25,8 @@ from target_model.model import TargetModel, TargetOutput, record_graph
 
 # Rows that a sequence is padded to; more than the last of them, in all, are computed the general way.
 ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+# Of either model. One takes memory for each of its kernels; those that have not been used for longest are dropped.
+MOST_GRAPHS = 64
 
 Graph = torch.cuda.CUDAGraph
 
@@ -135,9 +137,11 @@ class Passes:
             self._compute(rows)
             self._computed.add(size)
             return
-        if size not in self._graphs:
-            self._graphs[size] = self._pool.record(partial(self._compute, rows), self._make_graph)
-        self._replay(self._graphs[size])
+        graph = self._graphs.pop(size, None) or self._pool.record(partial(self._compute, rows), self._make_graph)
+        self._graphs[size] = graph  # behind those that were used before it
+        if len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        self._replay(graph)
 
 
 class TargetPasses:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draft_model.chosen_blocks import ChosenBlocks, run_target
+from serve import padded_passes
 from serve.drafter import Drafter
 from serve.engine import Engine
 from serve.padded_passes import ROWS, Chunk, PaddedRows, Passes, PassSize, TargetPasses
@@ -160,6 +161,22 @@ def test_a_size_is_captured_when_it_is_met_again(target):
         passes.run(passes.loaded([Chunk([0] * count, 0, [0] * 6)]))
     captured = "captured by make_graph"
     assert did == [16, 32, captured, 16, 16, 64, captured, 32]
+
+
+def test_only_so_many_graphs_are_kept(target, monkeypatch):
+    """That which has not been used for longest goes, and is captured again."""
+    monkeypatch.setattr(padded_passes, "MOST_GRAPHS", 2)
+    captured = []
+
+    class Pool:
+        def record(self, run, record):
+            captured.append(run.args[0].size.rows)
+            return run
+
+    passes = Passes(target.make_cache(PAGES + 1), lambda rows: None, Pool(), None, lambda run: run())
+    for count in (16, 16, 32, 32, 16, 64, 64, 16, 32):
+        passes.run(passes.loaded([Chunk([0] * count, 0, [0] * 6)]))
+    assert captured == [16, 32, 64, 32]
 
 
 def test_sizes():
