@@ -16,7 +16,8 @@ OFF = TreeConfig(depth=1, width=1, nodes=1)  # the root alone: plain decoding
 # Share of the time given to the largest shape for what it shows about all others. The first steps are for looking, too,
 # with the largest shape that is not expected to lose more than so many plain steps.
 PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
-# Drafting has to promise so much more than plain decoding: the best of many estimates is too rosy.
+# Another shape has to promise so much more than plain decoding, since the best of many estimates is too rosy, and than
+# the shape in use, since a change has its price.
 MARGIN = 1.03
 # Without drafts the draft's rows wait, and whoever drafts again has to compute them first: over so many steps that is
 # spread. A look at drafting pays it alone.
@@ -158,7 +159,7 @@ class Budget:
         self.width = max(shape.width for shape in self.shapes)
         self.overall = {kind: Record(self.depth, self.width) for kind in ("greedy", "sampled")}
         self.saved = 0.0  # seconds that a probe may cost
-        self._best = OFF
+        self._in_use = OFF
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
         self._chosen: _Choice | None = None
@@ -199,9 +200,10 @@ class Budget:
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
 
-        # So much better has another shape to be than the one in use as well, since a change has its price.
-        favoured = OFF, self._best
-        best = self._best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape in favoured else 1))
+        favoured = OFF, self._in_use
+        best = max(self.shapes, key=lambda shape: speed(shape) * (MARGIN if shape in favoured else 1))
+        if asked[1] == self.depth:  # the last steps of an answer say nothing of the next one
+            self._in_use = best
 
         def loss(shape: TreeConfig) -> float:
             rows = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
@@ -212,7 +214,7 @@ class Budget:
             first = max(affordable, key=lambda shape: (shape.nodes, shape.depth))
             if first != OFF:
                 return _Choice(asked, first, 1)
-        if best != self.largest and loss(self.largest) <= self.saved:
+        if best != self.largest and 0 < loss(self.largest) <= self.saved:
             self.saved = 0.0
             return _Choice(asked, self.largest, 1)
         return _Choice(asked, best, REFRESH, PROBING * seconds[best])

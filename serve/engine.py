@@ -163,9 +163,15 @@ class Engine:
         return [Completion.of(updates) for updates in collected.values()]
 
     def start_over(self) -> None:
-        """Forgets what has been served: counts, cached pages and what was accepted."""
-        self.totals, self.runner.clock = EngineStats(), Clock()
-        self.scheduler.allocator.forget()
+        """Forgets what has been served: counts, cached pages and what was accepted. Nothing must be running."""
+        runner, scheduler = self.runner, self.scheduler
+        if runner.device_step:
+            runner.device_step.give_up_ahead()
+        if runner.synthetic:
+            runner.synthetic.start_over()
+        self.totals, runner.clock = EngineStats(), Clock()
+        scheduler.preemptions = scheduler.cached_tokens = 0
+        scheduler.allocator.forget()
         if self.budget:
             self.budget = Budget(self.budget.table)
 

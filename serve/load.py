@@ -41,8 +41,8 @@ class EngineOptions:
     "mxfp4" quantises what the draft multiplies with when it is loaded. adaptive: a few seconds are spent on measuring
     what drafting and verifying cost here, and every step drafts as far as pays; `tree` does not count. language_only:
     the vision tower stays on disk. tensor_parallel: processes that the target is split over (one GPU each, on CUDA).
-    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. warm_up: where
-    steps stay on the device, compile and capture what requests of usual sizes need before anybody waits for it.
+    prefill_tokens: 512 on a CPU, 4096 on a GPU, which computes so many hardly slower than a few. warm_up: on a
+    GPU, compile and capture what requests of usual sizes need before anybody waits for it.
     dummy: nothing is loaded but a config; random weights, also of the draft `eagle3`, and the bundled tokenizer. The
     others: see Engine.
     """
@@ -106,7 +106,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         draft_attention=options.draft_attention,
         device_step=options.device_step,
     )
-    if options.warm_up and engine.runner.device_step:
+    if options.warm_up and (engine.runner.device_step or engine.runner.device.type == "cuda"):
         _warm_up(engine)
     source = f"{resolved.name}: {resolved.path if options.dummy is None else options.dummy}"
     lines = describe(engine, source, options.draft, chosen, processor is not None)
@@ -145,13 +145,14 @@ def _warm_up(engine: Engine) -> None:
     fit, greedy and sampled: each size is met twice. Then forgets that it did.
     """
     limits, page, tokens, number = engine.scheduler.limits, engine.scheduler.page_size, 8, 0
-    pages = engine.scheduler.allocator.total
+    pages, vocab = engine.scheduler.allocator.total, engine.runner.target.config.vocab_size
     for lengths in (*((rows,) for rows in ROWS), (ROWS[-1] + 1,), (ROWS[0],) * 2, (ROWS[0],) * 8):
         longest = lengths[0] + tokens
         if longest > limits.context or len(lengths) * -(-(longest + limits.scratch) // page) > pages:
             continue
         for temperature in (0.0, 1.0):
-            prompts = [[number + index] * length for index, length in enumerate(lengths)]  # that share no page
+            # They share no page, unless the vocabulary is tiny.
+            prompts = [[(number + index) % vocab] * length for index, length in enumerate(lengths)]
             number += len(lengths)
             engine.generate(prompts, SamplingParams(temperature, 0.95, 40, max_tokens=tokens, ignore_eos=True))
     engine.start_over()

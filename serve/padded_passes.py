@@ -2,8 +2,9 @@
 met again, since so few rows are computed before the host has launched their kernels. On a CPU the same operations run
 one by one.
 
-A padded row lies behind its sequence's own rows, in a slot that is written anew before anything reads it; a padded
-sequence has the last page of the cache, which belongs to nobody.
+A padded row lies behind its sequence's own rows: in a slot that is written anew before another row reads it, or in the
+last page of the cache, which belongs to nobody, and where padded sequences lie as well. What it computes is finite, so
+that attention may multiply it by 0.
 
 R sequences, L rows of each, W pages of the longest one, T rows in all, A = taps * target hidden, H hidden of target or
 draft, J index heads, N chosen blocks, K heads of the draft.
@@ -140,7 +141,9 @@ class Passes:
         graph = self._graphs.pop(size, None) or self._pool.record(partial(self._compute, rows), self._make_graph)
         self._graphs[size] = graph  # behind those that were used before it
         if len(self._graphs) > MOST_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            dropped = next(iter(self._graphs))
+            del self._graphs[dropped]
+            self._computed.discard(dropped)
         self._replay(graph)
 
 

@@ -100,7 +100,7 @@ class PageAllocator:
         return pages
 
     def forget(self) -> None:
-        """Makes all cached pages free, as if nothing had ever been published or evicted."""
+        """Makes all cached pages free, and starts counting anew."""
         for page in self._cached:
             del self._page_of[self._key_of.pop(page)]
         self._free = sorted([*self._free, *self._cached], reverse=True)

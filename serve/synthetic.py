@@ -33,6 +33,10 @@ class SyntheticAcceptance:
         self.per_position = tuple(high**i for i in range(1, depth + 1))
         self._steps = self._owed = 0
 
+    def start_over(self) -> None:
+        """As if no step had been made."""
+        self._steps = self._owed = 0
+
     def path(self, tree: Tree) -> list[int]:
         """Nodes to accept in the next step: the longest path of the tree, cut to the step's share."""
         depths = tree.depths()

@@ -29,8 +29,9 @@ _FORMATS = {
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
 }
 # In the library's errors: the regex, a line that points into it, and what is wrong with it.
-_LENGTHS = re.compile(r"\(\?s:\.\{\d*,\d*\}\)")
 _BAD_REGEX = re.compile(r"regex parse error:\n +(.*)\n.*\nerror: (.*)")
+# That of minLength and maxLength.
+_LENGTHS = re.compile(r"\(\?s:\.\{\d*,\d*\}\)")
 
 
 def string_terminal(schema: Mapping[str, Any], *, strict: bool) -> str:

@@ -155,19 +155,40 @@ def test_a_choice_stands_for_some_steps(monkeypatch):
     assert steps(["a"], [[1]]) == 1
 
 
-@pytest.mark.parametrize(("faster", "changes"), [(1.02, False), (1.05, True)])
-def test_a_shape_in_use_is_kept_while_another_is_hardly_better(faster, changes):
-    budget, other = Budget(CHEAP), TreeConfig.chain(1)
-    budget.choose(["a"], ["greedy"], [64], [8])
-    for _ in range(40):
-        budget.learn("a", Tree([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 3, 4]), [1, 2, 3])
-        best = budget.choose(["a"], ["greedy"], [64], [8])
-    speeds = {shape: (1 + sum(budget._outlook("a")[shape])) / CHEAP.seconds(shape, 1, 64) for shape in CHEAP.shapes}
-    assert best not in (OFF, other) and speeds[best] == max(speeds.values())
-    ratio = speeds[other] / (faster * speeds[best])
-    costs = [replace(c, verify=ratio * (c.draft + c.verify) - c.draft) if c.shape == other else c for c in CHEAP.costs]
-    budget.table, budget._chosen, budget.saved = CostTable(tuple(costs)), None, 0.0
-    assert (budget.choose(["a"], ["greedy"], [64], [8]) == other) == changes
+LARGEST = TreeConfig(4, 3, 12)
+
+
+def used(budget: Budget, requests: str, best: TreeConfig, other: TreeConfig, faster: float) -> TreeConfig:
+    """Makes `best` the fastest shape for these requests, and so the one in use; then `other` is so much faster."""
+    for each, bonus in ((best, 1.2), (other, faster)):
+        for request in requests:
+            budget.choose([request], ["greedy"], [64], [8])
+            budget.learn(request, Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2])
+        outlook = budget._outlook(requests[0])
+        speeds = {shape: (1 + sum(outlook[shape])) / budget.table.seconds(shape, 1, 64) for shape in budget.shapes}
+        seconds = (1 + sum(outlook[each])) / (bonus * max(speeds.values()))
+        costs = [replace(c, draft=0.0, verify=seconds) if c.shape == each else c for c in budget.table.costs]
+        budget.table, budget._chosen, budget.saved = CostTable(tuple(costs)), None, 0.0
+        chosen = budget.choose([requests[0]], ["greedy"], [64], [8])
+    return chosen
+
+
+@pytest.mark.parametrize(("best", "other"), [(TreeConfig.chain(3), TreeConfig.chain(1)), (TreeConfig.chain(3), LARGEST),
+                                             (LARGEST, TreeConfig.chain(3))], ids=str)  # fmt: skip
+def test_a_shape_in_use_is_kept_while_another_is_hardly_better(best, other):
+    assert used(Budget(CHEAP), "aaaaaa", best, other, 1.02) == best
+    assert used(Budget(CHEAP), "aaaaaa", best, other, 1.06) == other
+
+
+def test_the_end_of_an_answer_says_nothing_of_the_next():
+    """What is best for its last token is not the shape in use then."""
+    budget = Budget(CHEAP)
+    for _ in range(20):
+        deep = budget.choose(["a"], ["greedy"], [64], [8])
+        budget.learn("a", Tree([0, 1, 2, 3, 4], [-1, 0, 1, 2, 3]), [1, 2, 3, 4])
+    assert deep.depth > 1 and budget._in_use == deep
+    assert budget.choose(["a"], ["greedy"], [64], [1]).depth == 1
+    assert budget._in_use == deep
 
 
 def test_rows_that_wait_speak_against_drafting():

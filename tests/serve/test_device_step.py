@@ -318,3 +318,14 @@ def test_sparse_draft_attention_and_pruned_vocabulary(target):
 def test_refuses_rejection_sampling(target):
     with pytest.raises(UserError, match="device_step"):
         Engine(target, random_draft(target), sampling="rejection", device_step=True)
+
+
+def test_who_starts_over_takes_back_the_step_that_was_begun(target):
+    engine = Engine(target, random_draft(target), device_step=True)
+    engine.add(Request("a", prompts([9])[0], GREEDY))
+    for _ in range(6):
+        engine.step()
+    assert engine.runner.device_step._ahead is not None
+    engine.abort("a")
+    engine.start_over()
+    assert engine.runner.device_step._ahead is None

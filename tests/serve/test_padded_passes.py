@@ -98,9 +98,7 @@ def test_the_target_reads_prompts(target, case):
 
 
 @pytest.mark.parametrize("chosen", [False, True], ids=["full", "sparse"])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if all(start for start, _ in case)] + [[(1, 15), (8, 9)]], ids=str
-)
+@pytest.mark.parametrize("case", FOLLOWED, ids=str)
 @torch.inference_mode()
 def test_the_draft_follows_prompts(target, case, chosen):
     draft = random_draft(target)
@@ -164,7 +162,7 @@ def test_a_size_is_captured_when_it_is_met_again(target):
 
 
 def test_only_so_many_graphs_are_kept(target, monkeypatch):
-    """That which has not been used for longest goes, and is captured again."""
+    """That which has not been used for longest goes, and is captured again when it is met twice."""
     monkeypatch.setattr(padded_passes, "MOST_GRAPHS", 2)
     captured = []
 
@@ -174,8 +172,10 @@ def test_only_so_many_graphs_are_kept(target, monkeypatch):
             return run
 
     passes = Passes(target.make_cache(PAGES + 1), lambda rows: None, Pool(), None, lambda run: run())
-    for count in (16, 16, 32, 32, 16, 64, 64, 16, 32):
+    for count in (16, 16, 32, 32, 16, 64, 64, 16, 32, 16):
         passes.run(passes.loaded([Chunk([0] * count, 0, [0] * 6)]))
+    assert captured == [16, 32, 64]
+    passes.run(passes.loaded([Chunk([0] * 32, 0, [0] * 6)]))
     assert captured == [16, 32, 64, 32]
 
 

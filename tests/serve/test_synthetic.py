@@ -56,3 +56,18 @@ def test_the_server_says_so():
     assert any("SYNTHETIC" in line and "meaningless" in line for line in description.lines)
     *_, description = load_engine(EngineOptions("m3-tiny", "eagle3", pages=64, device="cpu"))
     assert not any("SYNTHETIC" in line for line in description.lines)
+
+
+def test_an_engine_that_starts_over_owes_nothing():
+    """Nor has it found cached prompts or preempted anybody."""
+    target = random_target(seed=0)
+    made = [Engine(target, random_draft(target), TreeConfig.chain(4), synthetic_acceptance=2.0) for _ in range(2)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for prompt in ([1] * 40, [1] * 41, [2] * 7):
+        made[0].generate([prompt], params)
+    assert made[0].stats()["cached_prompt_tokens"] > 0
+    made[0].start_over()
+    for engine in made:
+        engine.generate([[1] * 40], params)
+    counts = [{k: v for k, v in engine.stats().items() if not k.endswith("seconds")} for engine in made]
+    assert counts[0] == counts[1]
