@@ -16,11 +16,11 @@ OFF = TreeConfig(depth=1, width=1, nodes=1)  # the root alone: plain decoding
 # Share of the time given to the largest shape for what it shows about all others. The first steps are for looking, too,
 # with the largest shape that is not expected to lose more than so many plain steps.
 PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
-# Another shape has to promise so much more than plain decoding, since the best of many estimates is too rosy, and than
-# the shape in use, since a change has its price.
+# Another shape has to promise so much more than plain decoding and than the shape in use, as the best of many estimates
+# is too rosy.
 MARGIN = 1.03
 # Without drafts the draft's rows wait, and whoever drafts again has to compute them first: over so many steps that is
-# spread. A look at drafting pays it alone.
+# spread, and so is the price of a change. A look at drafting pays it alone.
 HORIZON = 8
 # Steps after which the choice and the outlook of a request are worked out anew; in which its record fades by half, and
 # that over all requests; and how many steps of its own weigh as much as the rate over all requests.
@@ -43,12 +43,14 @@ class CostTable:
     """Measured steps: every shape at every pair of batch and context, OFF among the shapes.
 
     row: seconds that a row of the draft adds to a step: that of one decided token. A drafting shape has one for each
-    sequence in its own costs. wake: seconds of computing rows that have waited, whatever their number.
+    sequence in its own costs. wake: seconds of computing rows that have waited, whatever their number. change: what the
+    first steps of another shape take beyond the later ones, as they cannot have been begun ahead.
     """
 
     costs: tuple[Cost, ...]
     row: float = 0.0
     wake: float = 0.0
+    change: float = 0.0
 
     @cached_property
     def shapes(self) -> tuple[TreeConfig, ...]:
@@ -196,6 +198,8 @@ class Budget:
             seconds[shape] = self.table.seconds(shape, batch, context)
             if shape != OFF:
                 seconds[shape] += backlog / HORIZON + self.table.row * sum(kept)
+            if shape != self._in_use:
+                seconds[shape] += self.table.change / HORIZON
 
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
@@ -206,8 +210,10 @@ class Budget:
             self._in_use = best
 
         def loss(shape: TreeConfig) -> float:
-            rows = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
-            return rows + seconds[shape] * (1 - speed(shape) / speed(best))
+            """Of one step of it, and of going there and back."""
+            once = 0.0 if shape == best else self.table.change * (2 - 1 / HORIZON)
+            once += backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
+            return once + seconds[shape] * (1 - speed(shape) / speed(best))
 
         if any(self.overall[kind].steps < FIRST_PROBES for kind in kinds):
             affordable = [shape for shape in self.shapes if loss(shape) <= FIRST_LOSS * seconds[OFF]]

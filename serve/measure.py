@@ -1,6 +1,8 @@
 """The cost table of this machine: real steps of every shape, timed over random tokens."""
 
+import math
 import random
+import statistics
 import time
 
 import numpy as np
@@ -47,22 +49,25 @@ def measure_costs(
     batches = sorted({1, min(4, max_running), min(16, max_running)})
     room = 8 * sum(shape.depth + 1 for shape in shapes) + 2 * sum(WAITS)
     contexts = sorted({min(size, max(8, context - room)) for size in (64, LONGEST_SAMPLE)})
-    costs, waits = [], []
+    costs, waits, changes = [], [], []
     for batch in batches:
         for length in contexts:
-            measured, waited = _measure(target, draft, shapes, batch, length, room)
+            measured, waited, change = _measure(target, draft, shapes, batch, length, room)
             costs += measured
             waits += waited
+            changes.append(change)
     row, wake = np.polyfit(*zip(*waits, strict=True), 1)
     # On a CPU every step that drafts computes rows of the draft first, so its own costs hold the wake.
     wake = max(float(wake), 0.0) if target.device.type == "cuda" else 0.0
-    return CostTable(tuple(costs), max(float(row), 0.0), wake)
+    return CostTable(tuple(costs), max(float(row), 0.0), wake, statistics.median(changes))
 
 
 def _measure(
     target: TargetModel, draft: Eagle3Draft, shapes: tuple[TreeConfig, ...], batch: int, length: int, room: int
-) -> tuple[list[Cost], list[tuple[int, float]]]:
-    """The costs; and numbers of the draft's rows with the seconds that they take when they have waited."""
+) -> tuple[list[Cost], list[tuple[int, float]], float]:
+    """The costs; numbers of the draft's rows with the seconds that they take when they have waited; and what the first
+    steps of a shape take beyond the later ones.
+    """
     largest = max(shapes, key=lambda shape: shape.scratch_slots)
     pages = batch * -(-(length + room + step_slots(shapes, ahead=True)) // target.config.block_size)
     engine = Engine(target, draft, largest, pages=pages, max_running=batch)
@@ -75,21 +80,26 @@ def _measure(
         engine.step()
     # The shapes take turns, so a machine whose speed drifts slows all of them alike.
     times: dict[TreeConfig, list[tuple[float, float]]] = {shape: [] for shape in shapes}
+    together = dict.fromkeys(shapes, math.inf)  # all steps of a turn
     clock = engine.runner.clock
     device_step = engine.runner.device_step
     turns, steps = DEVICE_TURNS if device_step else TURNS
     for engine.tree in (shape for _ in range(turns) for shape in shapes):
         if device_step:
             device_step.give_up_ahead()  # that would be one of the shape before
+        first = time.perf_counter()
         for _ in range(steps):
             begin, drafted = time.perf_counter(), clock.draft
             engine.step()
             drafted = clock.draft - drafted
             # All of a step counts, also what the host does around it.
             times[engine.tree].append((drafted, time.perf_counter() - begin - drafted))
+        together[engine.tree] = min(together[engine.tree], time.perf_counter() - first)
     costs = [Cost(shape, batch, length, *min(taken, key=sum)) for shape, taken in times.items()]
+    change = statistics.median(together[cost.shape] - steps * (cost.draft + cost.verify) for cost in costs)
     engine.tree = OFF
-    return costs, [(batch * steps, min(_follow_seconds(engine, steps) for _ in range(2))) for steps in WAITS]
+    waited = [(batch * steps, min(_follow_seconds(engine, steps) for _ in range(2))) for steps in WAITS]
+    return costs, waited, change
 
 
 def _follow_seconds(engine: Engine, steps: int) -> float:

@@ -168,7 +168,8 @@ def used(budget: Budget, requests: str, best: TreeConfig, other: TreeConfig, fas
         speeds = {shape: (1 + sum(outlook[shape])) / budget.table.seconds(shape, 1, 64) for shape in budget.shapes}
         seconds = (1 + sum(outlook[each])) / (bonus * max(speeds.values()))
         costs = [replace(c, draft=0.0, verify=seconds) if c.shape == each else c for c in budget.table.costs]
-        budget.table, budget._chosen, budget.saved = CostTable(tuple(costs)), None, 0.0
+        budget.table = replace(budget.table, costs=tuple(costs))
+        budget._chosen, budget.saved = None, 0.0
         chosen = budget.choose([requests[0]], ["greedy"], [64], [8])
     return chosen
 
@@ -210,6 +211,24 @@ def test_rows_that_wait_speak_against_drafting():
             budget.learn("a", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2, 3])
         budget.saved = 0.0
         assert (budget.choose(["b"], ["greedy"], [64], [8], waiting) != OFF) == drafts
+
+
+def test_a_look_pays_for_the_way_there_and_back():
+    """The dearer a change of shape, the rarer are looks at others, and the longer one is kept."""
+    looks = []
+    for change in (0.0, 30.0):
+        budget = Budget(CostTable(DEAR.costs, change=change))
+        for _ in range(6000):
+            shape = budget.choose(["a"], ["greedy"], [64], [8])
+            if shape != OFF:
+                budget.learn("a", Tree([0, 1, 2], [-1, 0, 0]), [])
+        looks.append(budget.overall["greedy"].steps)
+    assert looks[0] > 15 and 0 < looks[1] < 4
+    kept = []
+    for change in (0.0, 0.6):
+        budget = Budget(CostTable(CHEAP.costs, change=change))
+        kept.append(used(budget, "aaaaaa", TreeConfig.chain(3), TreeConfig.chain(1), 1.06))
+    assert kept == [TreeConfig.chain(1), TreeConfig.chain(3)]
 
 
 def test_a_look_pays_for_the_rows_that_wait():
@@ -283,4 +302,4 @@ def test_measured_table(target):
     costs = measure_costs(target, random_draft(target), max_running=4, context=200, shapes=shapes)
     assert costs.shapes == shapes and len(costs.costs) == len(set(costs.costs)) == 3 * 2 * 2
     assert {(c.batch, c.context) for c in costs.costs} == {(1, 64), (1, 118), (4, 64), (4, 118)}
-    assert all(c.verify > 0 for c in costs.costs)
+    assert all(c.verify > 0 for c in costs.costs) and costs.change >= 0
