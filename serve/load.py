@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from draft_model.checkpoint import load_draft
 from draft_model.dummy import dummy_draft
@@ -15,9 +16,8 @@ from serve.budget import CostTable
 from serve.description import Description, describe, sampling_defaults
 from serve.engine import Engine
 from serve.measure import measure_costs
-from serve.padded_passes import ROWS
-from serve.request import SamplingParams
 from serve.tree import TreeConfig
+from serve.warm_up import warm_up
 from serve.workers import TargetPlan, check_plan, lead_target
 from target_model.checkpoint import load_target
 from target_model.dummy import DummyWeights, dummy_target
@@ -107,7 +107,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         device_step=options.device_step,
     )
     if options.warm_up and (engine.runner.device_step or engine.runner.device.type == "cuda"):
-        _warm_up(engine)
+        warm_up(engine)
     source = f"{resolved.name}: {resolved.path if options.dummy is None else options.dummy}"
     lines = describe(engine, source, options.draft, chosen, processor is not None)
     draft_path = None if chosen is None else str(chosen.path)
@@ -122,7 +122,8 @@ def _measure(target: TargetModel, draft: Eagle3Draft | None, max_running: int, c
     if draft is None:
         raise UserError("an adaptive tree needs a draft")
     limit = min(context or target.config.max_position, target.config.max_position)
-    return measure_costs(target, draft, max_running=max_running, context=limit)
+    with Console(stderr=True).status("measuring what drafting and verifying cost here"):
+        return measure_costs(target, draft, max_running=max_running, context=limit)
 
 
 def _dummy(target: str, dummy: DummyWeights) -> ResolvedTarget:
@@ -138,24 +139,6 @@ def _threads(target: ResolvedTarget, device: str, processes: int) -> int | None:
     if target.config.hidden_size <= SMALL_HIDDEN:
         return 1
     return None if processes == 1 else max(1, (os.cpu_count() or 1) // processes)
-
-
-def _warm_up(engine: Engine) -> None:
-    """Answers prompts of all sizes that are padded to, one that is too long for that, and a few at once, as far as they
-    fit, greedy and sampled: each size is met twice. Then forgets that it did.
-    """
-    limits, page, tokens, number = engine.scheduler.limits, engine.scheduler.page_size, 8, 0
-    pages, vocab = engine.scheduler.allocator.total, engine.runner.target.config.vocab_size
-    for lengths in (*((rows,) for rows in ROWS), (ROWS[-1] + 1,), (ROWS[0],) * 2, (ROWS[0],) * 8):
-        longest = lengths[0] + tokens
-        if longest > limits.context or len(lengths) * -(-(longest + limits.scratch) // page) > pages:
-            continue
-        for temperature in (0.0, 1.0):
-            # They share no page, unless the vocabulary is tiny.
-            prompts = [[(number + index) % vocab] * length for index, length in enumerate(lengths)]
-            number += len(lengths)
-            engine.generate(prompts, SamplingParams(temperature, 0.95, 40, max_tokens=tokens, ignore_eos=True))
-    engine.start_over()
 
 
 def _load(resolved: ResolvedTarget, options: EngineOptions, dtype: torch.dtype, device: str) -> TargetModel:

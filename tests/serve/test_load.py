@@ -1,12 +1,14 @@
 """From names to an engine, and what is refused on the way."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from draft_model.checkpoint import save_draft
+from serve import warm_up
 from serve.description import SamplingDefaults, usable_context
 from serve.load import EngineOptions, load_engine
 from serve.padded_passes import ROWS
@@ -94,6 +96,16 @@ def test_a_warm_engine_has_forgotten(tiny):
     prompt = [1] * 60  # what a size was tried with
     assert warm.generate([prompt], params) == fresh.generate([prompt], params)
     assert warm.stats()["pages_cached"] == fresh.stats()["pages_cached"] > 0
+
+
+def test_who_waits_long_is_told_why(monkeypatch, capsys):
+    options = EngineOptions(draft=None, pages=3, device="cpu", device_step=True, warm_up=True)
+    load_engine(options)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(warm_up, "LONG", 0.0)
+    load_engine(options)
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch(r"compiled kernels and captured graphs in \d+\.\d s\n", err)
 
 
 @pytest.mark.parametrize(("pages", "read"), [(1, set()), (3, {16, 32})])
