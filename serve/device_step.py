@@ -22,7 +22,6 @@ from serve.budget import OFF
 from serve.drafter import Drafter, Roots
 from serve.graph_pool import GraphPool
 from serve.guesses import DeviceGuesses, Noise
-from serve.padded_passes import keep_page_taps
 from serve.request import Sequence
 from serve.sampling import RowSettings
 from serve.step_buffers import Ahead, Decided, Launched, Size, StepBuffers
@@ -269,16 +268,11 @@ class DeviceStep:
         slot_RF = length_R[:, None] + index_F
         table_RW = buffers.table_RW
         batch = Batch.grid(size, decided_RF, slot_RF, slot_RF, length_R, table_RW, None, table_RW.shape[1] * size)
-        blocks_TKN = None
-        if drafter.chosen is not None:
-            blocks_TKN = drafter.chosen.lists(choice_TJN[from_T], batch.positions)
-        aux_TA = aux_TA[from_T]
-        state_TH = drafter.draft(batch, drafter.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
-        last_R = torch.arange(sequences, device=path_RF.device) * rows + kept_R1[:, 0]
-        buffers.state_RH.copy_(state_TH[last_R])
-        if blocks_TKN is not None:
-            buffers.blocks_RKN.copy_(blocks_TKN[last_R])
-        keep_page_taps(drafter.page_taps, slot_RF, index_F <= kept_R1, table_RW, size, aux_TA)
+        choice_TJN = None if drafter.chosen is None else choice_TJN[from_T]
+        state_RH, blocks_RKN = drafter.follow_grid(batch, aux_TA[from_T], choice_TJN, kept_R1)
+        buffers.state_RH.copy_(state_RH)
+        if blocks_RKN is not None:
+            buffers.blocks_RKN.copy_(blocks_RKN)
 
 
 def _nothing() -> None:

@@ -16,7 +16,7 @@ from draft_model.chosen_blocks import ChosenBlocks
 from draft_model.model import Eagle3Draft
 from serve.graph_pool import GraphPool
 from serve.guesses import Guesses, RequestGuesses
-from serve.padded_passes import Chunk, DraftPasses
+from serve.padded_passes import Chunk, DraftPasses, causal
 from serve.request import Sequence
 from serve.tree import Tree, TreeConfig
 from target_model.batch import Batch
@@ -68,7 +68,7 @@ class Drafter:
 
     def stay_on_device(self, pool: GraphPool | None) -> None:
         """Few rows are padded and followed as CUDA graphs (without `pool`: operation by operation)."""
-        self.passes = DraftPasses(self.draft, self.cache, self.chosen, self.page_taps, pool)
+        self.passes = DraftPasses(self.draft, self.cache, self.chosen, self.follow_grid, pool)
 
     def resume(self, sequence: Sequence) -> None:
         """Picks up behind the cached pages that the sequence starts with."""
@@ -125,12 +125,28 @@ class Drafter:
         if edges:
             pages, kept = zip(*edges, strict=True)
             self.page_taps[list(pages)] = aux_TA[list(kept)].to(self.page_taps.dtype)
-        tokens, starts, tables = zip(*((c.tokens, c.start, c.pages) for c in chunks), strict=True)
-        batch = Batch.causal(size, device, tokens, starts, tables)
+        batch = causal(chunks, size, device)
         blocks_TKN = None if self.chosen is None else self.chosen.lists(torch.cat(choices), batch.positions)
         state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
-        last = [end - 1 for end in itertools.accumulate(map(len, tokens))]
+        last = [end - 1 for end in itertools.accumulate(batch.row_counts)]
         return state_TH[last], None if blocks_TKN is None else blocks_TKN[last]
+
+    def follow_grid(
+        self, batch: Batch, aux_TA: Tensor, choice_TJN: Tensor | None, last_R1: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same of a grid, where nothing waits for the device; sequence r's own rows end with row last_R1[r]."""
+        size, sequences = self.cache.page_size, last_R1.shape[0]
+        blocks_TKN = None if self.chosen is None else self.chosen.lists(choice_TJN, batch.positions)
+        state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
+        # The taps of a page's last position are the features of the row behind it.
+        slot_RL, table_RW = batch.slots.view(sequences, -1), batch.block_table
+        rows = slot_RL.shape[1]
+        kept_RL = (slot_RL % size == 0) & (torch.arange(rows, device=last_R1.device) <= last_R1)
+        page_RL = table_RW.gather(1, (slot_RL // size - 1).clamp(min=0)).long()
+        page_RL = torch.where(kept_RL, page_RL, self.cache.num_pages)
+        self.page_taps[page_RL.flatten()] = aux_TA.to(self.page_taps.dtype)
+        last_R = torch.arange(sequences, device=last_R1.device) * rows + last_R1[:, 0]
+        return state_TH[last_R], None if blocks_TKN is None else blocks_TKN[last_R]
 
     def propose(
         self, sequences: list[Sequence], limits: list[int], noise_RDV: Tensor | None, shape: TreeConfig

@@ -72,6 +72,12 @@ def padded_pages(count: int) -> int:
     return 1 << max(count - 1, 7).bit_length()
 
 
+def causal(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Batch:
+    """Exactly their rows, unpadded."""
+    tokens, starts, tables = zip(*((chunk.tokens, chunk.start, chunk.pages) for chunk in chunks), strict=True)
+    return Batch.causal(page_size, device, tokens, starts, tables)
+
+
 class PaddedRows:
     """The rows of one size of pass, in memory whose place never changes."""
 
@@ -186,27 +192,27 @@ class TargetPasses:
 
 
 class DraftPasses:
-    """The draft's passes over decided tokens. `page_taps`: see Drafter. Without `pool` nothing is captured."""
+    """The draft's passes over decided tokens, by `Drafter.follow_grid`. Without `pool` nothing is captured."""
 
     def __init__(
         self,
         draft: Eagle3Draft,
         cache: PagedCache,
         chosen: ChosenBlocks | None,
-        page_taps: Tensor,
+        follow: Callable[[Batch, Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]],
         pool: GraphPool | None,
     ):
-        self.draft, self.cache, self.chosen, self.page_taps = draft, cache, chosen, page_taps
-        device = page_taps.device
-        self._aux_TA = torch.zeros(ROWS[-1], page_taps.shape[1], dtype=draft.dtype, device=device)
+        config, device = draft.config, cache.k.device
+        self._follow = follow
+
+        def zeros(*shape: int, dtype: torch.dtype = draft.dtype) -> Tensor:
+            return torch.zeros(ROWS[-1], *shape, dtype=dtype, device=device)
+
+        self._aux_TA = zeros(config.num_aux * config.target_hidden_size)
         self._choice_TJN = None if chosen is None else chosen.nothing(device).repeat(ROWS[-1], 1, 1)
         # Of the last row of each sequence.
-        self._state_RH = torch.zeros(ROWS[-1], draft.config.hidden_size, dtype=draft.dtype, device=device)
-        self._blocks_RKN = None
-        if chosen is not None:
-            self._blocks_RKN = torch.zeros(
-                ROWS[-1], chosen.kv_heads, chosen.top_k + 1, dtype=torch.int32, device=device
-            )
+        self._state_RH = zeros(config.hidden_size)
+        self._blocks_RKN = None if chosen is None else zeros(chosen.kv_heads, chosen.top_k + 1, dtype=torch.int32)
         self.passes = Passes(cache, self._compute, pool)
 
     def run(
@@ -228,29 +234,10 @@ class DraftPasses:
         return self._state_RH[:count].clone(), blocks_RKN
 
     def _compute(self, rows: PaddedRows) -> None:
-        size, batch = rows.size, rows.batch()
+        batch, count = rows.batch(), rows.size.sequences
         aux_TA = self._aux_TA[: batch.num_rows]
-        blocks_TKN = None
-        if self.chosen is not None:
-            blocks_TKN = self.chosen.lists(self._choice_TJN[: batch.num_rows], batch.positions)
-        state_TH = self.draft(batch, self.draft.project(aux_TA), self.cache.draft(), blocks_TKN)
-        index_L = torch.arange(size.rows, device=state_TH.device)
-        own_RL = index_L < rows.count_R1
-        keep_page_taps(self.page_taps, batch.slots.view_as(own_RL), own_RL, batch.block_table, batch.page_size, aux_TA)
-        first_R = torch.arange(0, batch.num_rows, size.rows, device=state_TH.device)
-        last_R = first_R + (rows.count_R1[:, 0] - 1).clamp(min=0)
-        self._state_RH[: size.sequences] = state_TH[last_R]
-        if blocks_TKN is not None:
-            self._blocks_RKN[: size.sequences] = blocks_TKN[last_R]
-
-
-def keep_page_taps(
-    page_taps: Tensor, slot_RL: Tensor, own_RL: Tensor, table_RW: Tensor, page_size: int, aux_TA: Tensor
-) -> None:
-    """Of the draft's rows in these slots, as far as they are a sequence's own: those that begin a page have the taps of
-    the last position of the page before. The last entry of `page_taps` takes the rest.
-    """
-    kept_RL = (slot_RL % page_size == 0) & own_RL
-    page_RL = table_RW.gather(1, (slot_RL // page_size - 1).clamp(min=0)).long()
-    page_RL = torch.where(kept_RL, page_RL, page_taps.shape[0] - 1)
-    page_taps[page_RL.flatten()] = aux_TA.to(page_taps.dtype)
+        choice_TJN = None if self._choice_TJN is None else self._choice_TJN[: batch.num_rows]
+        state_RH, blocks_RKN = self._follow(batch, aux_TA, choice_TJN, (rows.count_R1 - 1).clamp(min=0))
+        self._state_RH[:count] = state_RH
+        if blocks_RKN is not None:
+            self._blocks_RKN[:count] = blocks_RKN

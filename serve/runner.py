@@ -14,7 +14,7 @@ from serve.drafter import Drafter
 from serve.graph_pool import GraphPool
 from serve.image_rows import ImageRows
 from serve.noise import gumbel, uniform, upcoming
-from serve.padded_passes import Chunk, TargetPasses
+from serve.padded_passes import Chunk, TargetPasses, causal
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
 from serve.synthetic import SyntheticAcceptance
@@ -208,8 +208,7 @@ class Runner:
             output = self.prompt_passes.run(parts)
             if output is not None:
                 return output
-        tokens, starts, tables = zip(*((part.tokens, part.start, part.pages) for part in parts), strict=True)
-        batch = Batch.causal(self.cache.page_size, self.device, tokens, starts, tables)
+        batch = causal(parts, self.cache.page_size, self.device)
         if self.image_rows is not None:
             batch = self.image_rows.place(batch, chunks)
         return self._run_target(batch)
