@@ -9,6 +9,7 @@ depth: over all requests of a kind (greedy or sampled), and over each one's own 
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from serve.tree import Tree, TreeConfig
 
@@ -20,11 +21,16 @@ PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
 # is too rosy.
 MARGIN = 1.03
 # Without drafts the draft's rows wait, and whoever drafts again has to compute them first: over so many steps that is
-# spread, and so is the price of a change. A look at drafting pays it alone.
+# spread. A look at drafting pays it alone.
 HORIZON = 8
-# Steps after which the choice and the outlook of a request are worked out anew; in which its record fades by half, and
-# that over all requests; and how many steps of its own weigh as much as the rate over all requests.
-REFRESH, HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 8, 24, 256, 4.0
+# Steps after which the choice and the outlook of a request are worked out anew, and those after which a choice not to
+# draft is, as nothing is learnt meanwhile.
+REFRESH, PLAIN_REFRESH = 8, 32
+# Steps in which a look has to come about: what was begun before it comes first.
+LOOK = 3
+# Steps in which a request's record fades by half, and that over all requests; and how many steps of its own weigh as
+# much as the rate over all requests.
+HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 24, 256, 4.0
 
 
 @dataclass(frozen=True)
@@ -42,43 +48,70 @@ class Cost:
 class CostTable:
     """Measured steps: every shape at every pair of batch and context, OFF among the shapes.
 
-    row: seconds that a row of the draft adds to a step: that of one decided token. A drafting shape has one for each
-    sequence in its own costs. wake: seconds of computing rows that have waited, whatever their number. change: what the
-    first steps of another shape take beyond the later ones, as they cannot have been begun ahead.
+    row: seconds that a row of the draft which has waited, that of one decided token, adds to the first step that drafts
+    again. wake: what that step takes besides, however many rows have waited. kept: seconds that an accepted token adds
+    to the next step. greedy: costs of steps of greedy requests alone, which need no noise; () where they cost as much
+    as others.
     """
 
     costs: tuple[Cost, ...]
     row: float = 0.0
     wake: float = 0.0
-    change: float = 0.0
+    kept: float = 0.0
+    greedy: tuple[Cost, ...] = ()
 
     @cached_property
     def shapes(self) -> tuple[TreeConfig, ...]:
         return tuple(dict.fromkeys(cost.shape for cost in self.costs))
 
-    def seconds(self, shape: TreeConfig, batch: int, context: int) -> float:
-        """Of one step: linear between the measured batches and contexts, and beyond them."""
-        return _linear([(size, _linear(row, context)) for size, row in self._points[shape]], batch)
+    def seconds(self, batch: int, context: int, *, greedy: bool = False) -> dict[TreeConfig, float]:
+        """Of one step, by shape, `greedy` if all of it is: linear between the measured batches and contexts, and beyond
+        them.
+        """
+        grid = self._greedy_grid if greedy and self.greedy else self._grid
+        return grid.seconds(batch, context)
 
     @cached_property
-    def _points(self) -> dict[TreeConfig, list[tuple[int, list[tuple[int, float]]]]]:
-        """By shape, batch and context, in ascending order."""
-        points: dict[TreeConfig, dict[int, dict[int, float]]] = {}
-        for cost in self.costs:
-            points.setdefault(cost.shape, {}).setdefault(cost.batch, {})[cost.context] = cost.draft + cost.verify
-        return {
-            shape: [(batch, sorted(row.items())) for batch, row in sorted(rows.items())]
-            for shape, rows in points.items()
+    def _grid(self) -> "_Grid":
+        return _Grid(self.costs)
+
+    @cached_property
+    def _greedy_grid(self) -> "_Grid":
+        return _Grid(self.greedy)
+
+
+class _Grid:
+    """Seconds of every shape at every batch and context."""
+
+    def __init__(self, costs: tuple[Cost, ...]):
+        self.batches = sorted({cost.batch for cost in costs})
+        self.contexts = sorted({cost.context for cost in costs})
+        found = {(cost.shape, cost.batch, cost.context): cost.draft + cost.verify for cost in costs}
+        self.rows = {
+            shape: [[found[shape, batch, context] for context in self.contexts] for batch in self.batches]
+            for shape in dict.fromkeys(cost.shape for cost in costs)
         }
+        self.least = {shape: min(map(min, rows)) / 2 for shape, rows in self.rows.items()}
+
+    def seconds(self, batch: int, context: int) -> dict[TreeConfig, float]:
+        (low, high, share), (near, far, part) = _place(self.batches, batch), _place(self.contexts, context)
+
+        def between(row: list[float]) -> float:
+            return row[near] + part * (row[far] - row[near])
+
+        found = {}
+        for shape, rows in self.rows.items():
+            at_low = between(rows[low])
+            found[shape] = max(at_low + share * (between(rows[high]) - at_low), self.least[shape])
+        return found
 
 
-def _linear(points: list[tuple[int, float]], x: int) -> float:
-    if len(points) == 1:
-        return points[0][1]
-    place = min(max(bisect_left(points, x, key=lambda point: point[0]), 1), len(points) - 1)
-    (low, at_low), (high, at_high) = points[place - 1 : place + 1]
-    slope = (at_high - at_low) / (high - low)
-    return max(at_low + slope * (x - low), min(y for _, y in points) / 2)
+def _place(sizes: list[int], x: int) -> tuple[int, int, float]:
+    """Two neighbours in ascending sizes, and how far from the first to the second x is."""
+    if len(sizes) == 1:
+        return 0, 0, 0.0
+    high = min(max(bisect_left(sizes, x), 1), len(sizes) - 1)
+    return high - 1, high, (x - sizes[high - 1]) / (sizes[high] - sizes[high - 1])
 
 
 class Record:
@@ -140,13 +173,14 @@ def expected(chances: list[list[float]], shape: TreeConfig) -> list[float]:
 
 @dataclass
 class _Choice:
-    """A shape for these requests and this largest limit, the steps that it stands for, and what each of them saves for
-    probes.
+    """A shape for these requests and this largest limit, the steps that it stands for, if it is only a look, and
+    what each of them saves for looks.
     """
 
     asked: tuple[list[str], int]
     shape: TreeConfig
     steps: int
+    look: bool = False
     saved: float = 0.0
 
 
@@ -161,6 +195,7 @@ class Budget:
         self.width = max(shape.width for shape in self.shapes)
         self.overall = {kind: Record(self.depth, self.width) for kind in ("greedy", "sampled")}
         self.saved = 0.0  # seconds that a probe may cost
+        self.looking = False  # the choice is for one step that drafts, and no other may be begun behind it
         self._in_use = OFF
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
@@ -180,26 +215,24 @@ class Budget:
             kept = self._chosen = self._choice(asked, kinds, sum(contexts) // len(contexts), limits, waiting)
         kept.steps -= 1
         self.saved += kept.saved
+        self.looking = kept.look
         return kept.shape
 
     def _choice(
         self, asked: tuple[list[str], int], kinds: list[str], context: int, limits: list[int], waiting: int
     ) -> _Choice:
-        ids, batch = asked[0], len(kinds)
+        ids, batch, greedy = asked[0], len(kinds), "sampled" not in kinds
         for each, kind in zip(ids, kinds, strict=True):
             if each not in self._records:
                 self._records[each] = Record(self.depth, self.width, self.overall[kind])
         backlog = self.table.row * (waiting - batch) + self.table.wake if waiting > batch else 0.0
         outlooks = [self._outlook(each) for each in ids]
-        tokens, seconds = {}, {}
+        tokens, seconds = {}, self.table.seconds(batch, context, greedy=greedy)
         for shape in self.shapes:
-            kept = [sum(outlook[shape][:limit]) for outlook, limit in zip(outlooks, limits, strict=True)]
-            tokens[shape] = batch + sum(kept)
-            seconds[shape] = self.table.seconds(shape, batch, context)
+            kept = sum(outlook[shape][min(limit, shape.depth)] for outlook, limit in zip(outlooks, limits, strict=True))
+            tokens[shape] = batch + kept
             if shape != OFF:
-                seconds[shape] += backlog / HORIZON + self.table.row * sum(kept)
-            if shape != self._in_use:
-                seconds[shape] += self.table.change / HORIZON
+                seconds[shape] += backlog / HORIZON + self.table.kept * kept
 
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
@@ -210,20 +243,18 @@ class Budget:
             self._in_use = best
 
         def loss(shape: TreeConfig) -> float:
-            """Of one step of it, and of going there and back."""
-            once = 0.0 if shape == best else self.table.change * (2 - 1 / HORIZON)
-            once += backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
+            once = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
             return once + seconds[shape] * (1 - speed(shape) / speed(best))
 
         if any(self.overall[kind].steps < FIRST_PROBES for kind in kinds):
             affordable = [shape for shape in self.shapes if loss(shape) <= FIRST_LOSS * seconds[OFF]]
             first = max(affordable, key=lambda shape: (shape.nodes, shape.depth))
             if first != OFF:
-                return _Choice(asked, first, 1)
+                return _Choice(asked, first, LOOK, look=True)
         if best != self.largest and 0 < loss(self.largest) <= self.saved:
             self.saved = 0.0
-            return _Choice(asked, self.largest, 1)
-        return _Choice(asked, best, REFRESH, PROBING * seconds[best])
+            return _Choice(asked, self.largest, LOOK, look=True)
+        return _Choice(asked, best, PLAIN_REFRESH if best == OFF else REFRESH, saved=PROBING * seconds[best])
 
     def learn(self, request_id: str, tree: Tree, path: list[int]) -> None:
         """Takes a verified tree and its accepted nodes down."""
@@ -231,8 +262,10 @@ class Budget:
             return
         record = self._records[request_id]
         record.add(tree, path)
-        if record.steps % REFRESH == 0:
+        if record.steps % REFRESH == 0 or self.looking:
             self._expected.pop(request_id, None)
+        if self.looking:
+            self._chosen = None
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -241,7 +274,10 @@ class Budget:
         self._expected.pop(request_id, None)
 
     def _outlook(self, request_id: str) -> dict[TreeConfig, list[float]]:
+        """Drafted tokens that a step of each shape would keep, were it 0, 1, 2, ... levels deep."""
         if request_id not in self._expected:
             chances = self._records[request_id].chances()
-            self._expected[request_id] = {shape: expected(chances, shape) for shape in self.shapes}
+            self._expected[request_id] = {
+                shape: list(accumulate(expected(chances, shape), initial=0.0)) for shape in self.shapes
+            }
         return self._expected[request_id]

@@ -24,7 +24,8 @@ from serve.graph_pool import GraphPool
 from serve.guesses import DeviceGuesses, Noise
 from serve.request import Sequence
 from serve.sampling import RowSettings
-from serve.step_buffers import Ahead, Decided, Launched, Size, StepBuffers
+from serve.step_buffers import Ahead, Launched, StepBuffers
+from serve.step_size import Decided, Size
 from serve.synthetic import SyntheticAcceptance
 from serve.tree import TreeConfig
 from serve.tree_tensors import accepted, ancestry, longest
@@ -139,11 +140,15 @@ class DeviceStep:
     def _launch(self, size: Size, buffers: StepBuffers, wanted: list[int]) -> Launched:
         """Puts a step on its way, and makes graphs of its halves when it is the first of its size."""
         kept = self._halves.get(size)
-        first = partial(self._draft, size, buffers) if size.shape != OFF else _nothing
-        draft, verify = kept or (first, partial(self._verify, size, buffers))
-        drafted, verified, sent = buffers.timed(draft), buffers.timed(verify), buffers.send_result()
+        draft, verify = kept or (partial(self._draft, size, buffers), partial(self._verify, size, buffers))
+        begun = drafted = buffers.mark()
+        if size.shape != OFF:
+            draft()
+            drafted = buffers.mark()
+        verify()
+        sent = buffers.send_result()
         left = buffers.left() if self.drafter and size.shape == OFF else None
-        launched = Launched(size, buffers, wanted, drafted, verified, sent, left)
+        launched = Launched(size, buffers, wanted, begun, drafted, sent, left)
         if kept is None:
             self._halves[size] = self._kept(size, draft, verify)
         return launched
@@ -165,7 +170,7 @@ class DeviceStep:
                 self.drafter.hear(sequence, aux_R[row], choice_R and choice_R[row])
         elif self.drafter:
             buffers.hand_over(sequences, rows)
-        self.seconds = buffers.between(*step.drafted), buffers.between(*step.verified)
+        self.seconds = buffers.between(step.begun, step.drafted), buffers.between(step.drafted, step.sent[1])
         return decided
 
     def _take_back(self, step: Launched) -> None:
@@ -177,7 +182,8 @@ class DeviceStep:
     def _kept(self, size: Size, draft: Callable[[], None], verify: Callable[[], None]) -> Halves:
         """The halves of all further steps of this size, when they have run once."""
         if self._pool is not None:
-            draft = draft if size.shape == OFF else self._pool.record(draft, record_graph).replay
+            if size.shape != OFF:
+                draft = self._pool.record(draft, record_graph).replay
             verify = partial(self.target.replay, self._pool.record(verify, self.target.make_graph))
         return draft, verify
 
@@ -273,7 +279,3 @@ class DeviceStep:
         buffers.state_RH.copy_(state_RH)
         if blocks_RKN is not None:
             buffers.blocks_RKN.copy_(blocks_RKN)
-
-
-def _nothing() -> None:
-    """What a step without drafts has to draft."""

@@ -142,9 +142,11 @@ class Engine:
         if plan.decode:
             # A step emits at most its depth + 1 tokens: deeper nodes than the request can still take are not drafted.
             limits = [self._remaining(sequence) - 1 for sequence in plan.decode]
+            shape = self._shape(plan.decode, limits)
             # Whose prompt has just been computed joins the next step.
             joined = any(sequence.decoding for sequence, _ in plan.prefill)
-            outcomes = self.runner.decode(plan.decode, limits, self._shape(plan.decode, limits), lasting=not joined)
+            lasting = not joined and not (self.budget and self.budget.looking)
+            outcomes = self.runner.decode(plan.decode, limits, shape, lasting=lasting)
             updates += [self._apply(s, o) for s, o in zip(plan.decode, outcomes, strict=True)]
         self.totals.steps += 1
         self.totals.seconds += time.perf_counter() - started

@@ -14,7 +14,7 @@ from serve.drafter import Drafter
 from serve.graph_pool import GraphPool
 from serve.image_rows import ImageRows
 from serve.noise import gumbel, uniform, upcoming
-from serve.padded_passes import Chunk, TargetPasses, causal
+from serve.padded_passes import ROWS, Chunk, TargetPasses, causal
 from serve.request import Sequence, TokenLogprob
 from serve.sampling import Row, choose, choose_by_rejection
 from serve.synthetic import SyntheticAcceptance
@@ -146,8 +146,7 @@ class Runner:
                 rows = [first, *(first + node for node in path)]
                 self._hear(sequence, output, choice_TJN, rows)
                 first += len(tree)
-            # Without drafts nobody needs the draft's rows yet: they are computed together now and then.
-            self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
+            self._catch_up(sequences)
         self.clock.draft += drafted - started
         self.clock.verify += verified - drafted
         share = (drafted - started) / len(sequences), (verified - drafted) / len(sequences)
@@ -158,7 +157,7 @@ class Runner:
     ) -> list[Outcome]:
         decided = self.device_step.run(sequences, limits, shape, lasting=lasting)
         if self.drafter:
-            self.drafter.follow([s for s in sequences if len(s.taps) >= PLAIN_STEPS])
+            self._catch_up(sequences)
         drafted, verified = self.device_step.seconds
         self.clock.draft += drafted
         self.clock.verify += verified
@@ -167,6 +166,13 @@ class Runner:
             Outcome(each.tokens, [*range(1, len(each.path) + 1), 0], None, each.tree, each.path, share)
             for each in decided
         ]
+
+    def _catch_up(self, sequences: list[Sequence]) -> None:
+        """Without drafts nobody needs the draft's rows yet: they are computed together now and then, of as many
+        sequences at a time as one graph holds.
+        """
+        waiting = [sequence for sequence in sequences if len(sequence.taps) >= PLAIN_STEPS]
+        self.drafter.follow(waiting[: ROWS[-1] // PLAIN_STEPS])
 
     def _verify(
         self, sequences: list[Sequence], trees: list[Tree]

@@ -1,6 +1,7 @@
 """The HTTP server: an OpenAI-compatible API in front of one engine."""
 
 import asyncio
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -63,10 +64,14 @@ def run(options: ServeOptions) -> None:
         )
         if isinstance(engine.runner.target, LeaderTarget):
             engine.runner.target.followers.on_loss = service.engine.fail
+        server = DrainingServer(service)
+        # What is there by now stays: looking for garbage in it would hold up all requests for tenths of a second.
+        gc.collect()
+        gc.freeze()
         print(greeting(service, description, listener), flush=True)
         # uvicorn ends gracefully on SIGTERM and then raises it again for the handler it found: this one exits with 0.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
-        DrainingServer(service).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         listener.close()
 

@@ -3,25 +3,22 @@
 R sequences, W pages, N nodes, A = taps * target hidden, H draft hidden, J index heads, K heads of the draft.
 """
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from serve.drafter import Drafter
-from serve.guesses import Noise
-from serve.padded_passes import padded_pages, padded_sequences
 from serve.request import Sequence
 from serve.sampling import Row, RowSettings
-from serve.tree import Tree, TreeConfig
+from serve.step_size import Size
 from target_model.batch import MAX_SCRATCH
 from target_model.cache import PagedCache
 
 Mark = torch.cuda.Event | float
-Marks = tuple[Mark, Mark]  # begin and end
 Sent = tuple[Tensor, Mark]  # a result on its way to this place on the host, and when it is there
 
 # What the host sends for a padded sequence, see `StepBuffers.load`: one decided token, greedy, nothing to draft.
@@ -31,69 +28,17 @@ _RESULT = 1 + 2 * (MAX_SCRATCH + 1) + 3 * MAX_SCRATCH
 
 
 @dataclass(frozen=True)
-class Size:
-    """What a captured step is made for: sequences and pages padded, a shape, and how much noise it needs."""
-
-    sequences: int
-    pages: int
-    shape: TreeConfig
-    noise: Noise
-
-    @staticmethod
-    def of(sequences: int, pages: int, shape: TreeConfig, noise: Noise, *, padded: bool) -> "Size":
-        """The smallest size that these fit in; as they are unless `padded`."""
-        if not padded:
-            return Size(sequences, pages, shape, noise)
-        return Size(padded_sequences(sequences), padded_pages(pages), shape, noise)
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Steps of the same place share their buffers."""
-        return self.sequences, self.pages
-
-    @property
-    def depth(self) -> int:
-        return self.shape.depth if self.shape.nodes > 1 else 0
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of every tree, the root and those that are not live included."""
-        if self.shape.paths:
-            return self.shape.nodes
-        return min(self.shape.nodes, self.shape.most_nodes)
-
-
-@dataclass(frozen=True)
-class Decided:
-    """What a step decided for one sequence: its tree, the accepted nodes, the tokens (the bonus token last)."""
-
-    tree: Tree
-    path: list[int]
-    tokens: list[int]
-
-    @staticmethod
-    def read(row: list[int], depth: int, nodes: int) -> "Decided":
-        """From one row of a result: kept nodes, tokens [F], path [D], and of the tree tokens, parents, live [N] each.
-        Nodes that are not live are left out.
-        """
-        kept, row = row[0], row[1:]
-        tokens, path, rest = row[: kept + 1], row[depth + 1 : depth + 1 + kept], row[2 * depth + 1 :]
-        below = (rest[column * nodes + 1 : (column + 1) * nodes] for column in range(3))
-        tree, number = Tree.of(rest[0], *below)
-        return Decided(tree, [number[node] for node in path], tokens)
-
-
-@dataclass(frozen=True)
 class Launched:
-    """A step on its way: how many nodes it is to keep by decree of each sequence ([]: none is decreed), when it drafts
-    and verifies, where its result arrives, and what the target leaves for a draft that does not follow at once.
+    """A step on its way: how many nodes it is to keep by decree of each sequence ([]: none is decreed), when it begins
+    and when its trees have been drafted, where its result arrives, and what the target leaves for a draft that does not
+    follow at once.
     """
 
     size: Size
     buffers: "StepBuffers"
     wanted: list[int]
-    drafted: Marks
-    verified: Marks
+    begun: Mark
+    drafted: Mark
     sent: Sent
     left: tuple[Tensor, Tensor | None] | None
 
@@ -152,7 +97,9 @@ class StepBuffers:
         host_result, self._result = pair(sequences, _RESULT, dtype=torch.int64)
         # Two, since a result may be sent before the one before it has been read.
         self._host_results = host_result, pair(sequences, _RESULT, dtype=torch.int64)[0]
-        self._loaded: Mark | None = None  # when the host's copies may be written again
+        self._loaded: torch.cuda.Event | None = None  # when the host's copies may be written again
+        # Made once, as a step has no time for more: two steps are on their way at most, each with three marks.
+        self._marks = itertools.cycle(torch.cuda.Event(enable_timing=True) for _ in range(6))
         # The block tables on the host: whose list each row holds, and how much of it.
         self._written: list[tuple[list[int] | None, int]] = [(None, 0)] * sequences
         self.token_RN, self.parent_RN = zeros(MAX_SCRATCH), zeros(MAX_SCRATCH)
@@ -193,6 +140,7 @@ class StepBuffers:
         self._integers.copy_(self._host_integers, non_blocking=True)
         self._floats.copy_(self._host_floats, non_blocking=True)
         self.load_table(sequences)
+        self._loading()
         if drafting and any(s.root_state is not own for s, own in zip(sequences, self._states, strict=False)):
             self.state_RH[: len(sequences)] = torch.stack([sequence.root_state for sequence in sequences])
             if self.blocks_RKN is not None:
@@ -208,7 +156,7 @@ class StepBuffers:
         self._wait(self._loaded)
         if self._write_table([sequence.pages for sequence in sequences]):
             self.table_RW.copy_(self._host_table, non_blocking=True)
-        self._loaded = self.mark()
+            self._loading()
 
     def _write_table(self, tables: list[list[int]]) -> bool:
         """Brings the host's copy up to date; whether anything changed. A list of pages only ever grows."""
@@ -275,6 +223,11 @@ class StepBuffers:
         self._wait(sent[1])
         return sent[0].tolist()
 
+    def _loading(self) -> None:
+        if self._cuda:
+            self._loaded = torch.cuda.Event()
+            self._loaded.record()
+
     def _wait(self, mark: Mark | None) -> None:
         if isinstance(mark, torch.cuda.Event):
             mark.synchronize()
@@ -290,17 +243,13 @@ class StepBuffers:
         """A point in the device's time."""
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = next(self._marks)
         event.record()
         return event
-
-    def timed(self, run: Callable[[], None]) -> Marks:
-        """Runs it between two marks."""
-        begin = self.mark()
-        run()
-        return begin, self.mark()
 
     @staticmethod
     def between(begin: Mark, end: Mark) -> float:
         """Seconds, of marks that have been passed."""
+        if begin is end:
+            return 0.0
         return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

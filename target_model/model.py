@@ -4,7 +4,9 @@ Shapes: T rows of a batch, R sequences, S positions, H hidden, V vocabulary, A =
 blocks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -58,9 +60,21 @@ def record_graph(run: Callable[[], None], pool: tuple[int, int] | None) -> torch
     """What `run` does on the device, as a graph. It has run before: nothing is compiled or set up in a capture."""
     graph = torch.cuda.CUDAGraph()
     # Another thread of the server may use the device meanwhile.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    with _garbage_waits(), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph
+
+
+@contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """What belonged to a dropped engine asks the device when it is freed, and that ends a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class DecoderLayer(nn.Module):

@@ -77,7 +77,9 @@ def measure(pair: Pair, largest_batch: int, context: int) -> StepCosts:
     limit = min(pair.target.config.max_position, LONGEST)
     fastest: dict[tuple[TreeConfig, int, int], Cost] = {}
     for _ in range(PASSES):
-        table = measure_costs(pair.target, pair.draft, max_running=largest_batch, context=limit, shapes=PROBES)
+        table = measure_costs(
+            pair.target, pair.draft, max_running=largest_batch, context=limit, shapes=PROBES, greedy=False
+        )
         for cost in table.costs:
             key = cost.shape, cost.batch, cost.context
             if key not in fastest or cost.draft + cost.verify < fastest[key].draft + fastest[key].verify:

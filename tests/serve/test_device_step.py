@@ -103,6 +103,19 @@ def test_plain_steps_run_ahead_of_the_host(target):
         assert (engine.scheduler.preemptions > 0) == (pages == 24)
 
 
+def test_the_tree_of_a_plain_step_is_its_root(target):
+    """The last decided token, of each sequence."""
+    engine, last = Engine(target, device_step=True), {}
+    for number, prompt in enumerate(prompts(LENGTHS)):
+        engine.add(Request(str(number), prompt, GREEDY))
+    while engine.has_work():
+        for update in engine.step():
+            if update.verified is not None:
+                tree = update.verified.tree
+                assert (tree.tokens, tree.parents, update.verified.path) == ([last[update.id]], [-1], [])
+            last[update.id] = update.token_ids[-1]
+
+
 @pytest.mark.parametrize("tick", range(4, 12))
 def test_a_plain_step_ahead_is_dropped_when_the_general_way_has_come_between(target, tick):
     """One request takes the other two the general way for a single step."""

@@ -5,6 +5,7 @@ seed's noise picks there. Where it is not, the two must be nearly as good: anoth
 an expert or a block chosen at a near tie.
 """
 
+import gc
 import itertools
 import random
 from dataclasses import replace
@@ -131,6 +132,22 @@ def test_graphs_read_prompts_of_all_sizes(pair):
                 off += differences[differences > (0.003 if ours.dtype == torch.float32 else 0.1)].tolist()
     # At a near tie another expert or another block is chosen.
     assert len(off) <= rows / 50, f"{len(off)} of {rows} rows are others: {sorted(off)[-20:]}"
+
+
+def test_what_a_dropped_engine_leaves_ends_no_capture(pair):
+    """Garbage is looked for all the time, but not while a graph is captured."""
+    prompt, params, limits = pair.render(QUESTIONS[0]), SamplingParams(0.0, max_tokens=40), gc.get_threshold()
+    gc.freeze()  # the searches are quick then
+    try:
+        gc.set_threshold(100, 1, 1)
+        answers = [
+            Engine(pair.target, pair.draft, TreeConfig.chain(3), pages=40).generate([prompt] * 3, params)
+            for _ in range(4)
+        ]
+    finally:
+        gc.set_threshold(*limits)
+        gc.unfreeze()
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_a_warm_engine_has_answered_nobody():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -16,9 +17,11 @@ import time
 import httpx
 import pytest
 
+from serve.load import EngineOptions
 from serve.logs import JsonLines
 from serve.request import Request, SamplingParams
-from serve.server import bind
+from serve.server import ServeOptions, bind
+from serve.server import run as run_server
 from serve.service import Settings
 from spec import cli
 from target_model.errors import UserError
@@ -214,6 +217,20 @@ def test_limits_of_the_command(monkeypatch):
         cli.main()
     assert given[0].host == "127.0.0.1"
     assert given[0].settings == Settings(("a", "b"), max_body=2**19, request_timeout=7.5, drain_timeout=3)
+
+
+def test_nobody_waits_for_a_search_for_garbage(monkeypatch):
+    """What is loaded before the server runs is not looked through while it serves."""
+    frozen = []
+    monkeypatch.setattr("serve.server.DrainingServer.run", lambda server, sockets: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr("serve.server.log_to_stderr", lambda: None)
+    assert gc.get_freeze_count() == 0
+    try:
+        run_server(ServeOptions(EngineOptions("m3-tiny", draft=None, device="cpu"), port=0))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 100_000
 
 
 @pytest.mark.slow

@@ -1,5 +1,8 @@
 """Options of the target that transformers does not have: reuse of block choices, taps, storage."""
 
+import contextlib
+import gc
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from target_model.batch import Batch
 from target_model.cache import PagedCache
 from target_model.errors import UserError
 from target_model.kernels import ops
-from target_model.model import Recorder
+from target_model.model import Recorder, record_graph
 from tests.fixtures import random_target
 
 
@@ -66,3 +69,14 @@ def test_the_kernels_can_be_chosen(monkeypatch):
     monkeypatch.setattr(ops, "override", "fastest")
     with pytest.raises(UserError, match="SPEC_KERNELS must be triton or reference, not 'fastest'"):
         run()
+
+
+def test_nothing_is_freed_by_the_way_while_a_graph_is_captured(monkeypatch):
+    """Not even after a capture that fails."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: contextlib.nullcontext())
+    seen = []
+    record_graph(lambda: seen.append(gc.isenabled()), None)
+    with pytest.raises(ZeroDivisionError):
+        record_graph(lambda: 1 // 0, None)
+    assert seen == [False] and gc.isenabled()
