@@ -50,8 +50,8 @@ class CostTable:
 
     row: seconds that a row of the draft which has waited, that of one decided token, adds to the first step that drafts
     again. wake: what that step takes besides, however many rows have waited. kept: seconds that an accepted token adds
-    to the next step. greedy: costs of steps of greedy requests alone, which need no noise; () where they cost as much
-    as others.
+    to the next step, beyond one of each sequence, which a drafting shape's own costs hold. greedy: costs of steps of
+    greedy requests alone, which need no noise; () where drafting costs them as much more than plain decoding as others.
     """
 
     costs: tuple[Cost, ...]
@@ -232,7 +232,7 @@ class Budget:
             kept = sum(outlook[shape][min(limit, shape.depth)] for outlook, limit in zip(outlooks, limits, strict=True))
             tokens[shape] = batch + kept
             if shape != OFF:
-                seconds[shape] += backlog / HORIZON + self.table.kept * kept
+                seconds[shape] += backlog / HORIZON + self.table.kept * (kept - batch)
 
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]

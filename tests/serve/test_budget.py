@@ -205,25 +205,26 @@ def test_the_end_of_an_answer_says_nothing_of_the_next():
 
 
 def test_rows_that_wait_speak_against_drafting():
-    """Of two tables where a chain of 3 is worth its cost, one has dear rows of the draft: then whoever has not drafted
-    for long, or keeps many tokens, goes on without.
+    """Where a chain of 3 is worth its cost, but rows of the draft are dear, whoever has not drafted for long goes on
+    without; where kept tokens are, trees keep one.
     """
     cases = (
-        (0, 0, 0, 400, True),
-        (0.1, 0, 0.1, 1, True),
-        (0.1, 0, 0.1, 400, False),
-        (0, 0, 2, 1, False),
-        (2, 0, 0, 1, True),
-        (0, 40, 0, 1, True),
-        (0, 40, 0, 2, False),
+        (0, 0, 0, 400, 3),
+        (0.1, 0, 0.1, 1, 3),
+        (0.1, 0, 0.1, 400, 0),
+        (0, 0, 2, 1, 1),
+        (2, 0, 0, 1, 3),
+        (0, 40, 0, 1, 3),
+        (0, 40, 0, 2, 0),
     )
-    for row, wake, kept, waiting, drafts in cases:
+    for row, wake, kept, waiting, depth in cases:
         budget = Budget(CostTable(CHEAP.costs, row, wake, kept))
         for _ in range(40):
             budget.choose(["a"], ["greedy"], [64], [8], 1)
             budget.learn("a", Tree([0, 1, 2, 3], [-1, 0, 1, 2]), [1, 2, 3])
         budget.saved = 0.0
-        assert (budget.choose(["b"], ["greedy"], [64], [8], waiting) != OFF) == drafts
+        shape = budget.choose(["b"], ["greedy"], [64], [8], waiting)
+        assert depth == (0 if shape == OFF else min(shape.depth, 3))
 
 
 def test_a_look_pays_for_the_rows_that_wait():
@@ -337,7 +338,7 @@ def test_measured_table(target, device_step, monkeypatch):
 
     monkeypatch.setattr("serve.measure.Engine", partial(Watched, device_step=device_step))
     shapes = (OFF, TreeConfig.chain(2), TreeConfig(2, 2, 5))
-    costs = measure_costs(target, random_draft(target), max_running=4, context=286, shapes=shapes)
+    costs = measure_costs(target, random_draft(target), max_running=4, context=286, shapes=shapes, greedy=True)
     assert costs.shapes == shapes and costs.row >= 0 and costs.wake >= 0
     assert costs.kept == (0 if device_step else costs.row)
     assert asked == [(device_step, greedy) for batch in (1, 4) for _ in range(2) for greedy in (False, True)
@@ -346,7 +347,7 @@ def test_measured_table(target, device_step, monkeypatch):
         assert len(measured) == len(set(measured)) == 3 * 2 * 2
         assert {(c.batch, c.context) for c in measured} == {(1, 64), (1, 118), (4, 64), (4, 118)}
         assert all(0 < c.verify < 10 for c in measured)
-    assert not measure_costs(target, random_draft(target), max_running=1, context=8, shapes=shapes, greedy=False).greedy
+    assert not measure_costs(target, random_draft(target), max_running=1, context=8, shapes=shapes).greedy
 
 
 def test_greedy_steps_have_costs_of_their_own():
