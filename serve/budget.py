@@ -16,7 +16,7 @@ from serve.tree import Tree, TreeConfig
 OFF = TreeConfig(depth=1, width=1, nodes=1)  # the root alone: plain decoding
 # Share of the time given to the largest shape for what it shows about all others. The first steps are for looking, too,
 # with the largest shape that is not expected to lose more than so many plain steps.
-PROBING, FIRST_PROBES, FIRST_LOSS = 0.01, 3, 1.0
+LOOKING, FIRST_LOOKS, FIRST_LOSS = 0.01, 3, 1.0
 # Another shape has to promise so much more than plain decoding and than the shape in use, as the best of many estimates
 # is too rosy.
 MARGIN = 1.03
@@ -194,8 +194,10 @@ class Budget:
         self.depth = max(shape.depth for shape in self.shapes)
         self.width = max(shape.width for shape in self.shapes)
         self.overall = {kind: Record(self.depth, self.width) for kind in ("greedy", "sampled")}
-        self.saved = 0.0  # seconds that a probe may cost
-        self.looking = False  # the choice is for one step that drafts, and no other may be begun behind it
+        self.saved = 0.0  # seconds that a look may cost
+        self._drafted = False  # by the choice before
+        # The choice is for one step that drafts, and no other may be begun behind it.
+        self.looking = False
         self._in_use = OFF
         self._records: dict[str, Record] = {}
         self._expected: dict[str, dict[TreeConfig, list[float]]] = {}
@@ -215,7 +217,7 @@ class Budget:
             kept = self._chosen = self._choice(asked, kinds, sum(contexts) // len(contexts), limits, waiting)
         kept.steps -= 1
         self.saved += kept.saved
-        self.looking = kept.look
+        self.looking, self._drafted = kept.look, kept.shape != OFF
         return kept.shape
 
     def _choice(
@@ -225,14 +227,16 @@ class Budget:
         for each, kind in zip(ids, kinds, strict=True):
             if each not in self._records:
                 self._records[each] = Record(self.depth, self.width, self.overall[kind])
-        backlog = self.table.row * (waiting - batch) + self.table.wake if waiting > batch else 0.0
+        # A step that drafts leaves rows as well, which are in its costs.
+        wakes = waiting > batch and not self._drafted
+        backlog = self.table.row * (waiting - batch) + self.table.wake if wakes else 0.0
         outlooks = [self._outlook(each) for each in ids]
         tokens, seconds = {}, self.table.seconds(batch, context, greedy=greedy)
         for shape in self.shapes:
             kept = sum(outlook[shape][min(limit, shape.depth)] for outlook, limit in zip(outlooks, limits, strict=True))
             tokens[shape] = batch + kept
             if shape != OFF:
-                seconds[shape] += backlog / HORIZON + self.table.kept * (kept - batch)
+                seconds[shape] += backlog / HORIZON + self.table.kept * max(0.0, kept - batch)
 
         def speed(shape: TreeConfig) -> float:
             return tokens[shape] / seconds[shape]
@@ -246,15 +250,21 @@ class Budget:
             once = backlog * (1 - 1 / HORIZON) if best == OFF != shape else 0.0
             return once + seconds[shape] * (1 - speed(shape) / speed(best))
 
-        if any(self.overall[kind].steps < FIRST_PROBES for kind in kinds):
+        if asked[1] and any(self.overall[kind].steps < FIRST_LOOKS for kind in kinds):
             affordable = [shape for shape in self.shapes if loss(shape) <= FIRST_LOSS * seconds[OFF]]
             first = max(affordable, key=lambda shape: (shape.nodes, shape.depth))
             if first != OFF:
-                return _Choice(asked, first, LOOK, look=True)
-        if best != self.largest and 0 < loss(self.largest) <= self.saved:
-            self.saved = 0.0
-            return _Choice(asked, self.largest, LOOK, look=True)
-        return _Choice(asked, best, PLAIN_REFRESH if best == OFF else REFRESH, saved=PROBING * seconds[best])
+                return self._look(asked, first, best)
+        if asked[1] and best != self.largest and 0 < loss(self.largest) <= self.saved:
+            return self._look(asked, self.largest, best)
+        return _Choice(asked, best, PLAIN_REFRESH if best == OFF else REFRESH, saved=LOOKING * seconds[best])
+
+    def _look(self, asked: tuple[list[str], int], shape: TreeConfig, best: TreeConfig) -> _Choice:
+        """One step of this shape. Where the others draft as well it is begun behind them as any other."""
+        if best == OFF:
+            return _Choice(asked, shape, LOOK, look=True)
+        self.saved = 0.0
+        return _Choice(asked, shape, 1)
 
     def learn(self, request_id: str, tree: Tree, path: list[int]) -> None:
         """Takes a verified tree and its accepted nodes down."""
@@ -264,8 +274,8 @@ class Budget:
         record.add(tree, path)
         if record.steps % REFRESH == 0 or self.looking:
             self._expected.pop(request_id, None)
-        if self.looking:
-            self._chosen = None
+        if self.looking:  # this was it
+            self._chosen, self.saved = None, 0.0
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""

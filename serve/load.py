@@ -98,7 +98,7 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
         context=options.context,
         prefill_tokens=options.prefill_tokens or (512 if torch.device(device).type == "cpu" else 4096),
         max_running=options.max_running,
-        costs=_measure(model, draft, options.max_running, options.context) if options.adaptive else None,
+        costs=_measure(model, draft, options) if options.adaptive else None,
         sampling=options.sampling,
         synthetic_acceptance=options.synthetic_acceptance,
         kv_dtype=options.kv_dtype,
@@ -118,12 +118,13 @@ def load_engine(options: EngineOptions) -> tuple[Engine, Tokenizer, Description]
     )
 
 
-def _measure(target: TargetModel, draft: Eagle3Draft | None, max_running: int, context: int | None) -> CostTable:
+def _measure(target: TargetModel, draft: Eagle3Draft | None, options: EngineOptions) -> CostTable:
     if draft is None:
         raise UserError("an adaptive tree needs a draft")
-    limit = min(context or target.config.max_position, target.config.max_position)
+    limit = min(options.context or target.config.max_position, target.config.max_position)
+    device_step = False if options.sampling == "rejection" else options.device_step
     with Console(stderr=True).status("measuring what drafting and verifying cost here"):
-        return measure_costs(target, draft, max_running=max_running, context=limit)
+        return measure_costs(target, draft, max_running=options.max_running, context=limit, device_step=device_step)
 
 
 def _dummy(target: str, dummy: DummyWeights) -> ResolvedTarget:

@@ -169,10 +169,13 @@ class Runner:
 
     def _catch_up(self, sequences: list[Sequence]) -> None:
         """Without drafts nobody needs the draft's rows yet: they are computed together now and then, of as many
-        sequences at a time as one graph holds.
+        sequences at a time as one graph holds, and so early that all have had their turn in time.
         """
-        waiting = [sequence for sequence in sequences if len(sequence.taps) >= PLAIN_STEPS]
-        self.drafter.follow(waiting[: ROWS[-1] // PLAIN_STEPS])
+        together = ROWS[-1] // PLAIN_STEPS
+        early = PLAIN_STEPS - len(sequences) // together
+        waiting = [sequence for sequence in sequences if len(sequence.taps) >= early]
+        waiting.sort(key=lambda sequence: -len(sequence.taps))
+        self.drafter.follow(waiting[:together])
 
     def _verify(
         self, sequences: list[Sequence], trees: list[Tree]

@@ -7,6 +7,7 @@ be finished or called off, so this process ends too, with one line; when this pr
 import atexit
 import contextlib
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -233,6 +234,9 @@ def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Conn
         pipe.recv()  # rank 0 reads that when it has loaded its own part, and then says stop
         leave_group()
         return
+    # As the server does, see there: the others wait for this process.
+    gc.collect()
+    gc.freeze()
     pipe.send(None)
     try:
         follow(target, pipe.recv)

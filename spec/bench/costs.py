@@ -28,7 +28,7 @@ PROBES = (
     TreeConfig(8, 4, 32),
     TreeConfig(8, 8, 64),
 )
-PASSES, LONGEST = 3, 1024
+PASSES, LONGEST = 3, 1536
 FIELDS = ("depth", "width", "nodes", "batch", "context", "draft", "verify")
 
 

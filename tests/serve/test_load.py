@@ -39,6 +39,15 @@ def test_the_description_says_what_was_chosen(tiny):
     assert len(engine.generate([prompt * 600], SamplingParams(max_tokens=38, ignore_eos=True))[0].token_ids) == 38
 
 
+@pytest.mark.parametrize(("sampling", "asked", "measured"),
+                         [("coupled", None, None), ("coupled", False, False), ("rejection", None, False)])  # fmt: skip
+def test_costs_are_measured_of_the_steps_that_are_made(monkeypatch, sampling, asked, measured):
+    given = []
+    monkeypatch.setattr("serve.load.measure_costs", lambda target, draft, **options: given.append(options))
+    load_engine(EngineOptions(device="cpu", pages=40, context=300, adaptive=True, sampling=sampling, device_step=asked))
+    assert given == [{"max_running": 32, "context": 300, "device_step": measured}]
+
+
 def test_a_draft_from_a_directory(tiny, tmp_path):
     target = tiny[0].runner.target
     save_draft(random_draft(target), tmp_path / "draft")
