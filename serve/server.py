@@ -73,6 +73,7 @@ def run(options: ServeOptions) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         server.run(sockets=[listener])
     finally:
+        gc.unfreeze()  # or the process ends with complaints about what was never freed
         listener.close()
 
 

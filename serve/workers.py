@@ -240,6 +240,7 @@ def work(plan: TargetPlan, config: M3Config, rank: int, meeting: str, pipe: Conn
     pipe.send(None)
     try:
         follow(target, pipe.recv)
+        gc.unfreeze()
         leave_group()
     except EOFError:
         _end_with_parent(meeting)
