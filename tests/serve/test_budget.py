@@ -243,32 +243,37 @@ def test_a_look_pays_for_the_rows_that_wait():
     assert looks[0] > 10 and 0 < looks[1] < 4
 
 
+@pytest.fixture
+def drafted(target, answers, monkeypatch):
+    """Nodes drafted in each step of an answer, with these `constants` of the budget."""
+
+    def run(costs: CostTable, agreement: float, device_step: bool, **constants: float) -> list[int]:
+        for name, value in constants.items():
+            monkeypatch.setattr(f"serve.budget.{name}", value)
+        options = {"agreement": agreement, "costs": costs, "device_step": device_step}
+        (answer,) = scripted_engine(target, answers, LARGEST, **options).generate(BATCH[:1], GREEDY)
+        return [step.drafted for step in answer.steps]
+
+    return run
+
+
 @pytest.mark.parametrize("device_step", [False, True])
-def test_a_look_comes_about_and_counts(target, answers, device_step, monkeypatch):
+def test_a_look_comes_about_and_counts(drafted, device_step):
     """Also where a plain step has been begun before it: one drafted step each, until it is known that drafting pays."""
-    for name, value in (("FIRST_LOOKS", 0), ("LOOKING", 0.5), ("PLAIN_REFRESH", 4)):
-        monkeypatch.setattr(f"serve.budget.{name}", value)
     costs = table(per_token=0.4, per_level=0.6)
-    engine = scripted_engine(target, answers, TreeConfig(4, 3, 12), agreement=1.0, costs=costs, device_step=device_step)
-    (answer,) = engine.generate(BATCH[:1], GREEDY)
-    drafted = [step.drafted for step in answer.steps]
-    looks = [place for place, count in enumerate(drafted) if count == 11]
-    assert looks[1] < 25 and all(drafted[place + 1] != 11 for place in looks)
-    assert set(drafted[: looks[1]]) == {0, 11} and 0 not in drafted[looks[1] : -1]
+    nodes = drafted(costs, 1.0, device_step, FIRST_LOOKS=0, LOOKING=0.5, PLAIN_REFRESH=4)
+    looks = [place for place, count in enumerate(nodes) if count == 11]
+    assert looks[1] < 25 and all(nodes[place + 1] != 11 for place in looks)
+    assert set(nodes[: looks[1]]) == {0, 11} and 0 not in nodes[looks[1] : -1]
 
 
 @pytest.mark.parametrize("device_step", [False, True])
-def test_a_look_comes_about_behind_other_trees(target, answers, device_step, monkeypatch):
+def test_a_look_comes_about_behind_other_trees(drafted, device_step):
     """Begun behind the steps in use as any other, without a gap: the largest shape once, then those in use again."""
-    for name, value in (("FIRST_LOOKS", 0), ("LOOKING", 0.5)):
-        monkeypatch.setattr(f"serve.budget.{name}", value)
-    costs = table(per_token=0.3, per_level=0.05)
-    engine = scripted_engine(target, answers, TreeConfig(4, 3, 12), agreement=0.7, costs=costs, device_step=device_step)
-    (answer,) = engine.generate(BATCH[:1], GREEDY)
-    drafted = [step.drafted for step in answer.steps]
-    looks = [place for place, count in enumerate(drafted) if count == 11]
-    assert len(looks) >= 2 and 0 not in drafted[looks[0] : -1]
-    assert all(11 not in drafted[place + 1 : place + 6] for place in looks)
+    nodes = drafted(table(per_token=0.3, per_level=0.05), 0.7, device_step, FIRST_LOOKS=0, LOOKING=0.5)
+    looks = [place for place, count in enumerate(nodes) if count == 11]
+    assert len(looks) >= 2 and 0 not in nodes[looks[0] : -1]
+    assert all(11 not in nodes[place + 1 : place + 6] for place in looks)
 
 
 def test_no_look_at_what_cannot_be_drafted():
