@@ -26,8 +26,6 @@ HORIZON = 8
 # Steps after which the choice and the outlook of a request are worked out anew, and those after which a choice not to
 # draft is, as nothing is learnt meanwhile.
 REFRESH, PLAIN_REFRESH = 8, 32
-# Steps in which a look has to come about: what was begun before it comes first.
-LOOK = 3
 # Steps in which a request's record fades by half, and that over all requests; and how many steps of its own weigh as
 # much as the rate over all requests.
 HALF_LIFE, OVERALL_HALF_LIFE, TRUST = 24, 256, 4.0
@@ -260,11 +258,12 @@ class Budget:
         return _Choice(asked, best, PLAIN_REFRESH if best == OFF else REFRESH, saved=LOOKING * seconds[best])
 
     def _look(self, asked: tuple[list[str], int], shape: TreeConfig, best: TreeConfig) -> _Choice:
-        """One step of this shape. Where the others draft as well it is begun behind them as any other."""
-        if best == OFF:
-            return _Choice(asked, shape, LOOK, look=True)
-        self.saved = 0.0
-        return _Choice(asked, shape, 1)
+        """One step of this shape. Where the others draft as well it is begun behind them as any other. Else a plain one
+        may have been begun before it, so it is chosen anew until it has come about.
+        """
+        if best != OFF:
+            self.saved = 0.0
+        return _Choice(asked, shape, 1, look=best == OFF)
 
     def learn(self, request_id: str, tree: Tree, path: list[int]) -> None:
         """Takes a verified tree and its accepted nodes down."""

@@ -279,6 +279,7 @@ def test_a_look_comes_about_behind_other_trees(drafted, device_step):
 def test_no_look_at_what_cannot_be_drafted():
     """Nor is anything paid for it."""
     budget = Budget(DEAR)
+    assert budget.choose(["a"], ["greedy"], [64], [0]) == OFF and not budget.looking
     budget.overall["greedy"].steps = 10
     budget.saved = 100.0
     assert budget.choose(["a"], ["greedy"], [64], [0]) == OFF and not budget.looking and budget.saved > 99
@@ -286,6 +287,16 @@ def test_no_look_at_what_cannot_be_drafted():
     assert budget.choose(["a", "b"], ["greedy"] * 2, [64] * 2, [8] * 2) == LARGEST  # one more has come: still to be
     budget.learn("a", Tree([0, 1], [-1, 0]), [1])
     assert budget.saved == 0 and budget.choose(["a", "b"], ["greedy"] * 2, [64] * 2, [8] * 2) == OFF
+
+
+def test_nothing_is_gained_by_what_is_not_accepted():
+    """However dear an accepted token is for the next step: a step that keeps none is no shorter than measured."""
+    budget = Budget(CostTable(DEAR.costs, kept=2.4))
+    for _ in range(40):
+        budget.choose(["a"], ["greedy"], [64], [8])
+        budget.learn("a", Tree([0, 1, 2], [-1, 0, 0]), [])
+    budget.saved = 0.0
+    assert budget.choose(["b"], ["greedy"], [64], [8]) == OFF
 
 
 def test_trees_wake_no_draft():
